@@ -1,0 +1,1 @@
+"""How it is run: static pools and buffers, graph backends, executor. Knows no requests."""

@@ -1,0 +1,1 @@
+"""Ways of running recorded programs, behind `base.Backend`."""

@@ -1,0 +1,1 @@
+"""What runs when: requests, tasks, frontiers, pages, policies. Imports no torch."""
