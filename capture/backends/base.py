@@ -1,0 +1,86 @@
+"""What every way of running a recorded program has in common.
+
+::
+
+    backend.capture(program, static, name) -> Recorded   records (or only keeps) a program
+    recorded.replay()                                    runs it again, on what static tensors then hold
+    recorded.facts                                       nodes, bytes, and the seconds it took to record
+    backend.freeze()                                     no capture after this one
+
+A program takes nothing, and what it returns is dropped: it reads and writes static tensors only, its shapes
+never depend on data, and it never waits for the host.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from wavegraph.capture.static import StaticSet
+from wavegraph.errors import CaptureError
+
+Program = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a recording is: operator calls of a replay, bytes of its intermediates, seconds to record it."""
+
+    nodes: int
+    bytes: int
+    seconds: float
+
+
+class Recorded:
+    """A program that can be run again."""
+
+    __slots__ = ("_run", "_static", "facts", "name")
+
+    def __init__(self, name: str, static: StaticSet, run: Program, facts: Facts) -> None:
+        self.name = name
+        self.facts = facts
+        self._static = static
+        self._run = run
+
+    def replay(self) -> None:
+        """Run the program on the present contents of the static tensors.
+
+        Raises `CaptureError`, before anything runs, if a static tensor has moved or changed size.
+        """
+        self._static.check()
+        with torch.no_grad():
+            self._run()
+
+
+class Backend(ABC):
+    """Records programs. One backend serves one set of static tensors, and its recordings may share memory."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._frozen = False
+
+    def capture(self, program: Program, static: StaticSet, name: str) -> Recorded:
+        """Record ``program`` under ``name``, running it once on the present contents of ``static``.
+
+        Raises `CaptureError` after `freeze`, if a static tensor has moved, or if the program cannot be
+        recorded. Errors of the program itself pass through.
+        """
+        if self._frozen:
+            raise CaptureError(f"{name}: capture is forbidden after start-up; add its bucket to the ladder instead")
+        static.check()
+        started = time.perf_counter()
+        with torch.no_grad():
+            run, nodes, nbytes = self._record(program, static, name)
+        return Recorded(name, static, run, Facts(nodes, nbytes, time.perf_counter() - started))
+
+    def freeze(self) -> None:
+        """Forbid every later capture."""
+        self._frozen = True
+
+    @abstractmethod
+    def _record(self, program: Program, static: StaticSet, name: str) -> tuple[Program, int, int]:
+        """What a replay runs, its operator calls, and the bytes of its intermediates."""

@@ -1,0 +1,21 @@
+"""Backends by name."""
+
+from wavegraph.capture.backends.base import Backend
+from wavegraph.capture.backends.eager import EagerBackend
+from wavegraph.capture.backends.recorded import RecordedBackend
+from wavegraph.errors import ConfigError
+
+_BACKENDS: tuple[type[Backend], ...] = (EagerBackend, RecordedBackend)
+
+
+def create_backend(name: str) -> Backend:
+    """A new backend. Raises `ConfigError` for a name that none has."""
+    for backend in _BACKENDS:
+        if backend.name == name:
+            return backend()
+    raise ConfigError(f"backend: {name!r} is unknown; use one of {', '.join(backend_names())}")
+
+
+def backend_names() -> tuple[str, ...]:
+    """What `create_backend` accepts."""
+    return tuple(backend.name for backend in _BACKENDS)
