@@ -1,0 +1,59 @@
+# Everything a contributor runs; continuous integration runs the same (.ci/run).
+# A virtual environment in .venv is made, and brought up to date, whenever a target needs it.
+
+PYTHON ?= python3
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+ROOMS := buckets capture model scheduler
+MUTATIONS := $(basename $(notdir $(wildcard tests/mutations/*.toml)))
+
+.DELETE_ON_ERROR:
+.PHONY: help run test check lint type mutate bench clean
+
+help: ## list these targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --no-input --timeout 60 --retries 2 -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(READY) ## generate with the built-in model, wavefront off and on
+	$(BIN)/wavegraph demo
+
+test: $(READY) ## the quick tests
+	$(BIN)/pytest -q -n $(JOBS) -m "not slow"
+
+check: lint type ## everything: lint, types, all tests, mutations
+	$(BIN)/pytest -q -n $(JOBS)
+	$(MAKE) mutate
+
+lint: $(READY) ## ruff, rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The rooms stand at the root but are packaged under `wavegraph`; mypy follows no import hook, so it is given
+# the package as a tree of links.
+type: $(READY) ## mypy --strict
+	rm -rf build/types
+	mkdir -p build/types/wavegraph
+	cd build/types/wavegraph && ln -s ../../../wavegraph/* $(ROOMS:%=../../../%) .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache wavegraph
+
+mutate: $(READY) ## break the code on purpose, see that the tests notice
+	for list in $(MUTATIONS); do $(BIN)/python tests/mutations/run.py $$list --jobs $(JOBS) || exit 1; done
+
+bench: $(READY) ## steps and host time of the scheduler, no model
+	@for chunk in 16 32 64 128; do for mode in --no-wavefront --wavefront; do \
+	  printf 'chunk %3d %-14s ' $$chunk $$mode; \
+	  $(BIN)/wavegraph simulate --requests 4 --prompt-len 8064 --chunk $$chunk \
+	    --max-batched-tokens 1024 $$mode --json - || exit 1; \
+	done; done
+
+clean: ## remove everything that was made here, .venv too
+	rm -rf build dist *.egg-info $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,58 @@
+"""What the README and the pages beside it say is so."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from wavegraph.cli import main
+from wavegraph.config import EngineConfig
+from wavegraph.outputs import RequestOutput
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> dict[str, click.Command]:
+    context = click.Context(main)
+    found = {name: main.get_command(context, name) for name in main.list_commands(context)}
+    return {name: command for name, command in found.items() if command is not None}
+
+
+def options(command: click.Command) -> set[str]:
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_exist(page: Path) -> None:
+    for line in re.findall(r"^ {4}wavegraph (.*)$", page.read_text(), re.MULTILINE):
+        name, *words = line.split()
+        if name == "COMMAND":
+            continue
+        used = {word.strip("[]") for word in words if word.strip("[]").startswith("--")}
+        assert used <= options(commands()[name]), line
+
+
+def test_every_command_is_described() -> None:
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    assert set(headings) == set(commands())
+
+
+def test_every_engine_option_and_output_field_is_described() -> None:
+    text = (ROOT / "docs/library.md").read_text()
+    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(RequestOutput)):
+        assert f"`{field.name}`" in text, field.name
+
+
+def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2

@@ -1,0 +1,146 @@
+"""``wavegraph demo``: the same prompts with the wavefront off and on, the tokens compared, the work counted."""
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from wavegraph.cli.common import json_output, to_json, write_json
+from wavegraph.cli.engine import Bars, engine_options, import_engine, load, model_path, take_options
+from wavegraph.errors import EngineError, InputError
+from wavegraph.outputs import RequestOutput
+from wavegraph.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from wavegraph.llm import LLM
+
+PASSAGE = (
+    "A looped model reads every token several times with the same layers. The first pass over a word needs only "
+    "the first passes over the words before it; it need not wait until those have been thought through to the "
+    "end. So the second pass over the beginning can run beside the first pass over what follows, and the third "
+    "beside both, as waves follow each other up a beach: none overtakes the one before, and none waits for it to "
+    "run out. A step that would have carried sixteen rows carries sixty-four, and the weights, which cost the "
+    "same to read for either, are read a quarter as often. Nothing else changes. Each row sees the same keys and "
+    "values that it would have seen, in the same order, and the tokens that come out are the same."
+)
+
+FRACTIONS = (1.0, 0.55, 0.25, 0.08)
+"""The prompts: beginnings of the text, of uneven length, so that the longest runs on alone."""
+
+
+@click.command("demo")
+@click.argument("model", default="builtin")
+@click.option("--prompt", "text", default=PASSAGE, metavar="TEXT", help="A text; its beginnings are the prompts.")
+@click.option("--max-tokens", type=int, default=24, show_default=True, metavar="N", help="Tokens to generate each.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs of each mode.")
+@engine_options
+@json_output
+def demo_command(model: str, text: str, max_tokens: int, repeats: int, json_path: Path | None, **given: Any) -> None:
+    """Generate from MODEL with the wavefront off and on; fails unless the tokens are equal.
+
+    Prints the text, and for each mode how full its steps were and how fast it was: medians of interleaved runs
+    after a warm-up. MODEL is 'builtin' if left out; its weights are random, so its text means nothing.
+    """
+    import_engine()
+    given.pop("wavefront")
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = [text[: max(1, int(len(text) * fraction))] for fraction in FRACTIONS]
+    defaults = {
+        "chunk": 16,
+        "max_batched_tokens": 256,
+        "max_num_seqs": len(prompts),
+        "max_model_len": _count_tokens(model, text) + max_tokens,
+    }
+    bars = Bars()
+    off, on = (
+        _Mode(on, load(model, take_options({**given, "wavefront": on}, **defaults), bars)) for on in (False, True)
+    )
+    with off.llm, on.llm, bars.show("Generating") as move:
+        for repeat in range(repeats + 1):
+            for mode in (off, on):
+                mode.run(prompts, params, warm_up=repeat == 0)
+            move(repeat + 1, repeats + 1)
+    equal = [one.token_ids for one in off.outputs] == [other.token_ids for other in on.outputs]
+    if json_path is not None:
+        write_json(json_path, to_json({"tokens_equal": equal, "modes": [off.row(), on.row()]}))
+    else:
+        _print(on.outputs, (off.row(), on.row()), "tokens are equal" if equal else "TOKENS DIFFER")
+    if not equal:
+        raise EngineError("wavefront off and on generated different tokens, so one of them is wrong")
+
+
+def _count_tokens(model: str, text: str) -> int:
+    from wavegraph.model.loading import resolve_checkpoint
+    from wavegraph.tokenizer import Tokenizer
+
+    folder = resolve_checkpoint(model_path(model))
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer is None:
+        raise InputError(f"{folder}: has no tokenizer.json, and the demo starts from text; see `wavegraph generate`")
+    return len(tokenizer.encode(text))
+
+
+@dataclass
+class _Mode:
+    """One of the two ways, its last outputs, and what its measured runs showed."""
+
+    wavefront: bool
+    llm: "LLM"
+    outputs: list[RequestOutput] = field(default_factory=list)
+    runs: list[dict[str, float]] = field(default_factory=list)
+
+    def run(self, prompts: list[str], params: SamplingParams, *, warm_up: bool) -> None:
+        before = self.llm.engine.stats
+        self.outputs = self.llm.generate(prompts, params)
+        after = self.llm.engine.stats
+        if warm_up:
+            return
+        steps = after.steps - before.steps
+        rows = after.rows - before.rows
+        padding = after.padding_rows - before.padding_rows
+        self.runs.append({"steps": steps, "rows_per_step": rows / steps, "padding": padding / (rows + padding)})
+        self.runs[-1] |= _speeds(self.outputs)
+
+    def row(self) -> dict[str, float | bool]:
+        medians = {name: statistics.median(run[name] for run in self.runs) for name in self.runs[0]}
+        return {"wavefront": self.wavefront, **medians}
+
+
+def _speeds(outputs: list[RequestOutput]) -> dict[str, float]:
+    """Tokens a second of the whole call, which began when its first request arrived."""
+    start = min(output.metrics.arrival for output in outputs)
+    firsts = [output.metrics.first_token - start for output in outputs if output.metrics.first_token is not None]
+    end = max(output.metrics.finished - start for output in outputs if output.metrics.finished is not None)
+    return {
+        "prompt_tokens_per_s": sum(len(output.prompt_token_ids) for output in outputs) / max(firsts),
+        "time_to_first_token_ms": statistics.mean(firsts) * 1e3,
+        "tokens_per_s": sum(len(output.token_ids) for output in outputs) / end,
+    }
+
+
+def _print(outputs: list[RequestOutput], rows: tuple[dict[str, Any], ...], title: str) -> None:
+    console = Console()
+    for output in outputs:
+        prompt = output.prompt or ""
+        shown = prompt if len(prompt) <= 60 else f"{prompt[:28]} … {prompt[-28:]}"
+        console.print(
+            f"{len(output.prompt_token_ids)} tokens: {shown!r} -> {output.text!r}", markup=False, highlight=False
+        )
+    table = Table(title=title)
+    for name in ("wavefront", "steps", "rows/step", "padding", "prompt tok/s", "first token", "output tok/s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            "on" if row["wavefront"] else "off",
+            f"{row['steps']:.0f}",
+            f"{row['rows_per_step']:.1f}",
+            f"{row['padding']:.1%}",
+            f"{row['prompt_tokens_per_s']:,.0f}",
+            f"{row['time_to_first_token_ms']:.1f} ms",
+            f"{row['tokens_per_s']:,.0f}",
+        )
+    console.print(table)

@@ -1,0 +1,90 @@
+"""``wavegraph info``: what is installed, and what a model would need."""
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wavegraph.cli.common import json_output, to_json, write_json
+from wavegraph.cli.engine import engine_options, import_engine, model_path, take_options
+from wavegraph.config import EngineConfig
+
+PACKAGES = ("wavegraph", "torch", "numpy", "safetensors", "tokenizers", "huggingface-hub")
+
+
+@click.command("info")
+@click.argument("model", required=False)
+@engine_options
+@json_output
+def info_command(model: str | None, json_path: Path | None, **given: Any) -> None:
+    """Show versions, device and backends and, for MODEL, its shape and the pools it would get.
+
+    No weights are read. The engine's options are those of 'generate'.
+    """
+    import_engine()
+    options = take_options(given)
+    facts = {"versions": _versions(), "device": _device()}
+    if model is not None:
+        facts["model"], facts["engine"] = _model(model, options.config, options.arguments.get("dtype", "auto"))
+    if json_path is not None:
+        write_json(json_path, to_json(facts))
+        return
+    for section, entries in facts.items():
+        click.echo(f"{section}")
+        for name, value in entries.items():
+            click.echo(f"  {name:<26} {value:,}" if type(value) is int else f"  {name:<26} {value}")
+
+
+def _versions() -> dict[str, Any]:
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def _device() -> dict[str, Any]:
+    import torch
+
+    from wavegraph.capture.backends.registry import backend_names
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "backends": ", ".join(backend_names()),
+    }
+
+
+def _model(model: str, config: EngineConfig, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    import torch
+
+    from wavegraph.capture.buffers import page_bytes, pool_bytes
+    from wavegraph.model.config import OuroConfig
+    from wavegraph.model.loading import resolve_checkpoint
+    from wavegraph.model.weights import tensor_shapes
+    from wavegraph.sizing import derive
+
+    folder = resolve_checkpoint(model_path(model))
+    shape = OuroConfig.from_file(folder)
+    if dtype == "auto":
+        dtype = shape.dtype or "float32"
+    torch_dtype = getattr(torch, dtype)
+    sizes = derive(config, shape, torch_dtype)
+    parameters = sum(torch.Size(size).numel() for size in tensor_shapes(shape).values())
+    facts = {
+        "folder": str(folder),
+        **asdict(shape),
+        "dtype": dtype,
+        "parameters": parameters,
+        "weight_bytes": parameters * torch_dtype.itemsize,
+        "pool_bytes_per_token": page_bytes(shape, 1, torch_dtype),
+    }
+    engine = {
+        **{name: value for name, value in asdict(sizes.scheduler).items() if name != "depths"},
+        "kv_pool_tokens": sizes.scheduler.num_pages * config.page_size,
+        "pool_bytes": pool_bytes(shape, sizes.limits, torch_dtype),
+        "buckets": ", ".join(map(str, sizes.ladder.sizes)),
+        "coda_buckets": ", ".join(map(str, sizes.coda_ladder.sizes)),
+    }
+    return facts, engine

@@ -1,0 +1,230 @@
+"""`LLM`: a checkpoint and an engine behind `generate` and `stream`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from wavegraph.capture.backends.registry import create_backend
+from wavegraph.config import EngineConfig
+from wavegraph.engine import Engine, Progress
+from wavegraph.errors import EngineError, RequestError
+from wavegraph.model.loading import load_model, resolve_checkpoint
+from wavegraph.model.ops.aten import AtenOps
+from wavegraph.outputs import RequestOutput
+from wavegraph.sampling import SamplingParams
+from wavegraph.sizing import derive
+from wavegraph.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""Text, or token ids as a list or tuple of integers."""
+
+DEFAULT_BACKEND = "recorded"
+
+
+def build_engine(
+    path: str | Path,
+    config: EngineConfig,
+    *,
+    dtype: str = "auto",
+    backend: str = DEFAULT_BACKEND,
+    on_load: Progress | None = None,
+    on_capture: Progress | None = None,
+) -> Engine:
+    """Load a checkpoint and record its programs; the arguments are those of `LLM`.
+
+    What can be refused without reading weights is refused first.
+    """
+    runner = create_backend(backend)
+    folder = resolve_checkpoint(path)
+    tokenizer = Tokenizer.load(folder)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = load_model(folder, ops=AtenOps(), dtype=dtype, max_model_len=config.max_model_len, progress=on_load)
+    sizes = derive(config, model.config, model.dtype)
+    return Engine(model, sizes, backend=runner, tokenizer=tokenizer, check=config.check, progress=on_capture)
+
+
+class LLM:
+    """A model ready to generate. Use it from one thread, and close it, or use it in a ``with`` statement.
+
+    - ``path``: a checkpoint folder (``config.json``, safetensors, ``tokenizer.json`` if there is text) or a
+      Hugging Face Hub id.
+    - ``config``: the engine's options.
+    - ``dtype``: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    - ``backend``: ``"recorded"`` replays a tape of operators recorded for each bucket, ``"eager"`` runs the
+      model's Python each time; the results are the same, bit for bit.
+    - ``on_load``, ``on_capture``: told about progress as ``(done, total)``.
+
+    Every token runs through all depths of the model; exits by its gate are not taken.
+    Raises `CheckpointError` or `ConfigError` for a model or an option that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        dtype: str = "auto",
+        backend: str = DEFAULT_BACKEND,
+        on_load: Progress | None = None,
+        on_capture: Progress | None = None,
+    ) -> None:
+        self.config = config if config is not None else EngineConfig()
+        self.engine = build_engine(
+            path, self.config, dtype=dtype, backend=backend, on_load=on_load, on_capture=on_capture
+        )
+        self._counter = 0
+        self._mail: dict[str, RequestOutput | None] = {}  # latest unread output of each open stream
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Run one prompt, or a list of them, to the end; returns one finished output per prompt, in order.
+
+        ``params`` are those of all prompts, or one for each. ``on_progress`` is told how many requests are done.
+        Raises `RequestError` that names the prompt's index if one cannot be served; nothing is run then. Raises
+        `EngineError` if a step fails. Either way the other prompts of the call are dropped, and the engine can
+        be used again.
+        """
+        batch = _as_batch(prompts)
+        ids: list[str] = []
+        try:
+            for index, (prompt, each) in enumerate(zip(batch, _params_of(params, len(batch)), strict=True)):
+                try:
+                    ids.append(self._add(prompt, each))
+                except RequestError as error:
+                    raise RequestError(f"prompts[{index}]: {error}") from error
+            finished = self._finish(ids, on_progress)
+        finally:
+            for request_id in ids:
+                self.engine.abort(request_id)
+        return [finished[request_id] for request_id in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "OutputStream":
+        """Start one prompt; iterate over the result to get its output after each token.
+
+        Raises `RequestError` at once if it cannot be served. The request runs while any stream or `generate` of
+        this LLM is being waited for, and ends early when its stream is closed or no longer referred to.
+        """
+        return OutputStream(self, self._add(prompt, params if params is not None else SamplingParams()))
+
+    def close(self) -> None:
+        """Free pools and recorded programs. May be called twice."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
+        request_id = str(self._counter)
+        self.engine.add_request(request_id, prompt, params)
+        self._counter += 1
+        return request_id
+
+    def _finish(self, ids: list[str], on_progress: Progress | None) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        pending = set(ids)
+        while pending:
+            for output in self._step():
+                if output.finished and output.request_id in pending:
+                    finished[output.request_id] = _checked(output)
+                    pending.remove(output.request_id)
+                    if on_progress is not None:
+                        on_progress(len(finished), len(ids))
+        return finished
+
+    def _step(self) -> list[RequestOutput]:
+        """One engine step. Outputs are cumulative, so of those for streams only the latest is kept."""
+        if not self.engine.has_unfinished:
+            raise EngineError("a request that is waited for is gone: it was aborted on the engine itself")
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.request_id in self._mail:
+                self._mail[output.request_id] = output
+        return outputs
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """Outputs of one request as it grows, each cumulative; made by `LLM.stream`.
+
+    ``request_id`` is its name on ``llm.engine``. Closing it, leaving its ``with`` statement, or letting go of
+    it ends the request early.
+    """
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self.request_id = request_id
+        self._open = True
+        llm._mail[request_id] = None
+
+    def __next__(self) -> RequestOutput:
+        """Run steps until the request has news. Raises `EngineError` if its step failed."""
+        if not self._open:
+            raise StopIteration
+        output = None
+        try:
+            while (output := self._llm._mail[self.request_id]) is None:
+                self._llm._step()
+            self._llm._mail[self.request_id] = None
+        finally:
+            if output is None or output.finished:
+                self.close()
+        return _checked(output)
+
+    def close(self) -> None:
+        """End the request if it still runs. May be called twice."""
+        if self._open:
+            self._open = False
+            del self._llm._mail[self.request_id]
+            self._llm.engine.abort(self.request_id)
+
+    def __enter__(self) -> "OutputStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    if output.error is not None:
+        raise EngineError(output.error)
+    return output
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt as a batch of one: text, or a list whose first entry is a token id."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(
+            f"prompts: must be text, token ids, or a list of either, got {type(prompts).__name__}; convert it to a list"
+        )
+    if not prompts:
+        raise RequestError("prompts: is empty; give at least one prompt, or one token")
+    return prompts if isinstance(prompts[0], str | list | tuple) else [prompts]
+
+
+def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"params: got {len(params)} for {count} prompts; give one, or one for each prompt")
+    return params
