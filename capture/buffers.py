@@ -4,18 +4,18 @@ Slot ``max_num_seqs`` and page ``num_pages`` are scratch: no request can own the
 writes nothing else.
 """
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from wavegraph.capture.metadata import StepBounds, StepLayout
-from wavegraph.errors import ConfigError, EngineError
+from wavegraph.capture.metadata import DEFAULT_PARAMS, StepBounds, StepLayout
+from wavegraph.capture.ring import result_sections
+from wavegraph.errors import ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.io import Pools, StepIO, Workspace
+from wavegraph.model.sampling import PARAMS_WIDTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +77,10 @@ class Limits:
 
 
 def page_bytes(config: OuroConfig, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page: K and V of all layers and depths, and hidden rows, of ``page_size`` positions."""
+    """Bytes of one page: K and V of all layers and depths, hidden rows and gates, of ``page_size`` positions."""
     planes = config.num_hidden_layers * config.total_ut_steps
-    return page_size * (2 * planes * config.kv_size + config.hidden_size) * dtype.itemsize
+    features = 2 * planes * config.kv_size + config.hidden_size
+    return page_size * (features * dtype.itemsize + config.total_ut_steps * torch.float32.itemsize)
 
 
 def pool_bytes(config: OuroConfig, limits: Limits, dtype: torch.dtype) -> int:
@@ -87,23 +88,32 @@ def pool_bytes(config: OuroConfig, limits: Limits, dtype: torch.dtype) -> int:
     return (limits.num_pages + 1) * page_bytes(config, limits.page_size, dtype)
 
 
-def build_pools(config: OuroConfig, limits: Limits, dtype: torch.dtype, device: torch.device) -> Pools:
+MakeZeros = Callable[..., Tensor]
+"""Called as `torch.zeros` is: ``make(size, dtype=..., device=...)``."""
+
+
+def build_pools(
+    config: OuroConfig, limits: Limits, dtype: torch.dtype, device: torch.device, make: MakeZeros = torch.zeros
+) -> Pools:
     """Pools, zeroed: on Linux that costs no memory until a page is used."""
     pages, size = limits.num_pages + 1, limits.page_size
     planes = (pages, config.total_ut_steps, config.num_hidden_layers, size)
     kv_shape = (*planes, config.num_key_value_heads, config.head_dim)
     return Pools(
-        k=torch.zeros(kv_shape, dtype=dtype, device=device),
-        v=torch.zeros(kv_shape, dtype=dtype, device=device),
-        hidden=torch.zeros(pages, size, config.hidden_size, dtype=dtype, device=device),
+        k=make(kv_shape, dtype=dtype, device=device),
+        v=make(kv_shape, dtype=dtype, device=device),
+        hidden=make((pages, size, config.hidden_size), dtype=dtype, device=device),
+        gate=make((pages, size, config.total_ut_steps), dtype=torch.float32, device=device),
     )
 
 
-def build_workspace(config: OuroConfig, limits: Limits, dtype: torch.dtype, device: torch.device) -> Workspace:
+def build_workspace(
+    config: OuroConfig, limits: Limits, dtype: torch.dtype, device: torch.device, make: MakeZeros = torch.zeros
+) -> Workspace:
     """Intermediates of the largest buckets."""
 
     def rows(count: int, features: int) -> Tensor:
-        return torch.zeros(count, features, dtype=dtype, device=device)
+        return make((count, features), dtype=dtype, device=device)
 
     return Workspace(
         x=rows(limits.max_rows, config.hidden_size),
@@ -116,74 +126,53 @@ def build_workspace(config: OuroConfig, limits: Limits, dtype: torch.dtype, devi
     )
 
 
-def build_step_io(
-    config: OuroConfig, limits: Limits, layout: StepLayout, dtype: torch.dtype, device: torch.device
-) -> tuple[StepIO, Tensor]:
-    """A step's inputs, tables and outputs, and the packed int32 buffer ``[layout.size]`` behind the inputs.
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """The step's tensors, and the two int32 buffers behind those that cross to and from the host.
 
-    The inputs hold an empty step; every page table entry is the scratch page.
+    ``packed [layout.size]`` lies behind the inputs, ``results [results.size]`` behind the outputs that the host
+    may want, the tokens first.
     """
-    packed = torch.from_numpy(layout.template.copy()).to(device)
-    inputs = {name: packed[start:stop] for name, (start, stop) in layout.offsets.items()}
+
+    io: StepIO
+    packed: Tensor
+    results: Tensor
+
+
+def build_step_buffers(
+    config: OuroConfig,
+    limits: Limits,
+    layout: StepLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    make: MakeZeros = torch.zeros,
+) -> StepBuffers:
+    """A step's inputs, tables and outputs.
+
+    The inputs hold an empty step; every page table entry is the scratch page, all parameters are the default.
+    """
 
     def ints(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+        return make(shape, dtype=torch.int32, device=device)
 
+    packed = ints(layout.size).copy_(torch.from_numpy(layout.template))
+    inputs = {name: packed[start:stop] for name, (start, stop) in layout.offsets.items()}
+    inputs["param_rows"] = inputs["param_rows"].view(-1, PARAMS_WIDTH)
+    sections = result_sections(limits.max_coda_rows, config.vocab_size)
+    results = ints(sum(section.size for section in sections))
     slots, rows, coda = limits.max_num_seqs + 1, limits.max_rows, limits.max_coda_rows
     io = StepIO(
         **inputs,
         token_table=ints(slots, limits.max_model_len + 1),
         page_table=ints(slots, limits.pages_per_request).fill_(limits.scratch_page),
+        params=ints(slots, PARAMS_WIDTH).copy_(torch.tensor(DEFAULT_PARAMS, dtype=torch.int32)),
         row_slot=ints(rows).fill_(limits.scratch_slot),
         row_pos=ints(rows),
         row_depth=ints(rows),
         row_page=ints(rows).fill_(limits.scratch_page),
         row_offset=ints(rows),
-        gate_logits=torch.zeros(rows, dtype=torch.float32, device=device),
-        logits=torch.zeros(coda, config.vocab_size, dtype=dtype, device=device),
-        coda_token=ints(coda),
+        logits=make((coda, config.vocab_size), dtype=dtype, device=device),
+        coda_left=ints(coda),
+        **{section.name: section.view(results) for section in sections},
     )
-    return io, packed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostSlot:
-    """Host memory of one step, int32: ``staging [layout.size]`` goes in, ``tokens [C]`` come out.
-
-    ``staging_array`` is ``staging`` as NumPy sees it.
-    """
-
-    staging: Tensor
-    staging_array: NDArray[np.int32]
-    tokens: Tensor
-
-
-class HostRing:
-    """A few `HostSlot`, pinned when copies from them are asynchronous.
-
-    A slot belongs to one step from `take` until `give`, and is never refilled between: no copy in flight can
-    read the next step's values.
-    """
-
-    def __init__(self, count: int, layout: StepLayout, *, pinned: bool) -> None:
-        self.count = count
-        self._free: deque[HostSlot] = deque()
-        for _ in range(count):
-            staging = torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned)
-            tokens = torch.zeros(layout.max_coda_rows, dtype=torch.int32, pin_memory=pinned)
-            self._free.append(HostSlot(staging, staging.numpy(), tokens))
-
-    @property
-    def in_flight(self) -> int:
-        """Slots taken and not given back."""
-        return self.count - len(self._free)
-
-    def take(self) -> HostSlot:
-        """The slot that has been free longest. Raises `EngineError` if all are in flight."""
-        if not self._free:
-            raise EngineError(f"steps in flight: {self.count} of {self.count} submitted and not polled; poll one first")
-        return self._free.popleft()
-
-    def give(self, slot: HostSlot) -> None:
-        """Return a slot whose step is done."""
-        self._free.append(slot)
+    return StepBuffers(io, packed, results)

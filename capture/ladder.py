@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
+
+import torch
 
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.backends.base import Backend, Facts, Recorded
@@ -19,12 +22,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class LadderStats:
-    """Counts since start-up. ``misses`` are refused replays by reason; nothing runs outside its bucket."""
+    """Counts since start-up. ``misses`` are refused replays by reason; nothing runs outside its bucket.
+
+    ``seconds`` is the host's time in replays: on a CPU all of their work, on a GPU their launches.
+    """
 
     hits: Counter[int] = field(default_factory=Counter)
     rows: int = 0
     padding_rows: int = 0
     misses: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
 
 class CapturedLadder:
@@ -77,10 +84,22 @@ class CapturedLadder:
         Raises `CaptureError` as `check` does, or if a static tensor moved.
         """
         self.check(bucket, rows)
+        started = perf_counter()
         self._recorded[bucket].replay()
+        self.stats.seconds += perf_counter() - started
         self.stats.hits[bucket] += 1
         self.stats.rows += rows
         self.stats.padding_rows += bucket - rows
+
+    def run(self, bucket: int) -> None:
+        """Run the program itself at ``bucket``, which no count takes note of."""
+        with torch.no_grad():
+            self._program(bucket)
+
+    def check_addresses(self) -> None:
+        """Raise `CaptureError` naming the bucket if a recording's tensors lie elsewhere than when it was made."""
+        for recorded in self._recorded.values():
+            recorded.check_addresses()
 
     def release(self) -> None:
         """Let go of all recordings."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,16 @@ from wavegraph.errors import CheckpointError, ConfigError
 DTYPES = ("float32", "bfloat16", "float16")
 
 _INT_MAX = 2**31 - 1  # the device tables are int32
+
+_ONLY_VALUES: Mapping[str, object] = {
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "rope_type": "default",
+    "partial_rotary_factor": 1,
+}
+"""Optional keys whose other values mean a computation that this engine does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,21 +111,27 @@ def read_json(file: Path) -> dict[str, Any]:
 
     A key given twice is refused: which of the two counts is not defined.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{file}: the key {twice!r} is given twice; remove one of them")
-        return found
-
     try:
-        content = json.loads(file.read_bytes(), object_pairs_hook=unique)
+        text = file.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; a checkpoint folder must hold one") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    return parse_json(text, file)
+
+
+def parse_json(text: bytes, file: Path) -> dict[str, Any]:
+    """The JSON object ``text``, which was found in ``file``. Raises `CheckpointError` as `read_json` does."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{file}: the key {twice!r} is given twice; remove one of them")
+        return found
+
+    try:
+        content = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON ({error}); copy the checkpoint again") from error
     if not isinstance(content, dict):
@@ -136,11 +153,10 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     ):
         if raw.get(key) is not None:
             raise ConfigError(f"{key}: is not supported, got {raw[key]!r}; it must be null or absent")
-    if raw.get("use_sliding_window", False) is not False:
-        raise ConfigError(
-            f"use_sliding_window: must be false or absent, got {raw['use_sliding_window']!r}; "
-            "attention here is always over the whole prefix"
-        )
+    for key, only in _ONLY_VALUES.items():
+        value = raw.get(key, only)
+        if isinstance(value, bool) != isinstance(only, bool) or value != only:
+            raise ConfigError(f"{key}: must be {json.dumps(only)} or absent, got {value!r}; no other is supported")
 
 
 def _required(raw: Mapping[str, Any], key: str) -> Any:

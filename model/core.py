@@ -12,11 +12,13 @@ from wavegraph.model.weights import Model
 def core(model: Model, io: StepIO, pools: Pools, work: Workspace, rows: int) -> None:
     """One pass of the shared layers over ``rows`` rows, each of its own request, position and depth.
 
-    Reads the step's inputs in ``io``; writes KV and hidden rows in ``pools`` and ``io.gate_logits [rows]``.
+    Reads the step's inputs in ``io``, and stores its table updates first; writes KV, hidden rows and gate logits in
+    ``pools``.
     """
     ops, weights, eps = model.ops, model.weights, model.config.rms_norm_eps
     layers = weights.layers
     next_norms = [layer.attn_norm for layer in layers[1:]] + [weights.norm]
+    ops.update_tables(io)
     ops.prepare(io, pools, rows)
     ops.gather(work.x, io, pools, weights.embedding, rows)
     ops.norm(work.normed, work.x, layers[0].attn_norm, eps, rows)
@@ -32,12 +34,34 @@ def core(model: Model, io: StepIO, pools: Pools, work: Workspace, rows: int) -> 
     ops.scatter_gate(work.normed, io, pools, weights.gate_weight, weights.gate_bias, rows)
 
 
-def coda(model: Model, io: StepIO, pools: Pools, work: Workspace, rows: int) -> None:
-    """Language head and sampling for the ``rows`` hidden rows that ``io.coda_slot, coda_pos`` name.
+def tables(model: Model, io: StepIO) -> None:
+    """The table updates of a step that has no rows, or more updates than fit beside its rows."""
+    model.ops.update_tables(io)
 
-    Writes ``io.logits [rows, V]``, ``io.coda_token [rows]`` and the token table.
+
+def coda(model: Model, io: StepIO, pools: Pools, work: Workspace, rows: int) -> None:
+    """Language head, exit decision and greedy draw for the ``rows`` hidden rows that ``io.coda_slot, coda_pos`` name.
+
+    Writes ``io.logits [rows, V]``, ``coda_left``, ``coda_token [rows]`` and the token table.
     """
+    _head(model, io, pools, work, rows)
+    model.ops.draw_greedy(io, rows)
+
+
+def coda_full(model: Model, io: StepIO, pools: Pools, work: Workspace, rows: int) -> None:
+    """As `coda`, with each request's own sampling parameters; writes log-probabilities, ranks and top lists too."""
+    _head(model, io, pools, work, rows)
+    model.ops.draw(io, rows)
+    model.ops.score(io, rows)
+
+
+def copy_exits(model: Model, io: StepIO, pools: Pools, rows: int) -> None:
+    """KV of exits under ``exit_kv="copy"``, after `coda` or `coda_full` of the same rows."""
+    model.ops.copy_exits(io, pools, rows)
+
+
+def _head(model: Model, io: StepIO, pools: Pools, work: Workspace, rows: int) -> None:
     ops = model.ops
     ops.coda_gather(work.coda_x, io, pools, rows)
     ops.linear(io.logits, work.coda_x, model.weights.lm_head, rows)
-    ops.sample(io, rows)
+    ops.leave(io, pools, rows)

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wavegraph.errors import CheckpointError, ConfigError
-from wavegraph.model.config import DTYPES, OuroConfig, read_json
+from wavegraph.model.config import DTYPES, OuroConfig, parse_json, read_json
 from wavegraph.model.ops.base import Ops
 from wavegraph.model.weights import Model, build_model, check_max_model_len, check_tensors
 
-__all__ = ["Model", "Progress", "load_model", "resolve_checkpoint"]
+__all__ = ["Model", "Progress", "checkpoint_dtype", "load_model", "resolve_checkpoint"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of weights read so far, bytes in all)."""
@@ -35,6 +35,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Besides these, the client lets through errors of the HTTP library it is built on (which one depends on its
 # version): its own HTTP error derives from their base.
 _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, HFValidationError, *HfHubHTTPError.__bases__)
+
+# What the operating system and pathlib say to names that can be none: too long, with a NUL, of an unknown user's
+# home, links in a circle.
+_PATH_ERRORS = (OSError, ValueError, RuntimeError)
 
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -85,14 +89,37 @@ def load_model(
     folder = resolve_checkpoint(path_or_hub_id)
     config = OuroConfig.from_file(folder)
     check_max_model_len(config, max_model_len)
-    if dtype not in ("auto", *DTYPES):
-        raise ConfigError(f"dtype: must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     stored = _read_headers(folder)
     check_tensors(config, {name: tensor.shape for name, tensor in stored.items()}, folder)
+    fill = _Reader(stored, progress).fill
+    return build_model(config, fill, ops=ops, dtype=_dtype(config, dtype, stored), max_model_len=max_model_len)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises `ConfigError` unless ``dtype`` is one that `load_model` takes."""
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype: must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def checkpoint_dtype(folder: Path, config: OuroConfig, dtype: str = "auto") -> torch.dtype:
+    """The dtype that `load_model` would load ``folder`` in; headers are read only if nothing else says it.
+
+    Raises as `load_model` does.
+    """
+    check_dtype(dtype)
+    if dtype == "auto" and config.dtype is None:
+        stored = _read_headers(folder)
+        check_tensors(config, {name: tensor.shape for name, tensor in stored.items()}, folder)
+        return _dtype(config, dtype, stored)
+    return _dtype(config, dtype, {})
+
+
+def _dtype(config: OuroConfig, dtype: str, stored: dict[str, _Stored]) -> torch.dtype:
     if dtype == "auto":
         dtype = config.dtype or stored["model.embed_tokens.weight"].dtype
-    fill = _Reader(stored, progress).fill
-    return build_model(config, fill, ops=ops, dtype=getattr(torch, dtype), max_model_len=max_model_len)
+    found: torch.dtype = getattr(torch, dtype)
+    return found
 
 
 def resolve_checkpoint(path_or_hub_id: str | Path, *, cache_dir: str | Path | None = None) -> Path:
@@ -104,10 +131,16 @@ def resolve_checkpoint(path_or_hub_id: str | Path, *, cache_dir: str | Path | No
     `CheckpointError`.
     """
     name = str(path_or_hub_id)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if not name:
+        raise CheckpointError("the checkpoint's name is empty; give its folder, or a Hub id written as owner/name")
+    try:
+        folder = Path(name).expanduser()
+        found, is_folder = folder.exists(), folder.is_dir()
+    except _PATH_ERRORS as error:
+        raise CheckpointError(f"{_short(name)}: is no usable path ({_reason(error)}); give another folder") from error
+    if is_folder:
         return folder
-    if folder.exists():
+    if found:
         raise CheckpointError(f"{name}: is a file; give the folder that holds config.json and the weights")
     if not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{name}: no such folder; give a checkpoint's folder, or a Hub id written as owner/name")
@@ -168,18 +201,37 @@ def _inside(folder: Path, name: str) -> Path:
     The Hub's cache is the one exception: files of a snapshot there are links into the ``blobs`` beside it.
     """
     file = folder / name
-    root, target = folder.resolve(), file.resolve()
+    try:
+        root, target = folder.resolve(), file.resolve()
+        found = file.is_file()
+    except _PATH_ERRORS as error:
+        raise CheckpointError(
+            f"{folder}: holds no file {_short(name)} ({_reason(error)}); copy the checkpoint again"
+        ) from error
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
     lexical = not Path(name).is_absolute() and ".." not in Path(name).parts
     if not lexical or not (target.is_relative_to(root) or target.parent == blobs):
         raise CheckpointError(f"{name}: points outside the checkpoint's folder {folder}; name a file inside it")
-    if not file.is_file():
+    if not found:
         raise CheckpointError(f"{file}: no such file, but {INDEX_FILE} names it; copy the checkpoint again")
     return file
 
 
+def _short(name: str) -> str:
+    """A name from outside, fit to be shown."""
+    return repr(name if len(name) <= 80 else f"{name[:60]}…{name[-10:]}")
+
+
+def _reason(error: Exception) -> str:
+    """Why a path cannot be used, without the path."""
+    return (error.strerror or "") if isinstance(error, OSError) else str(error).split(":")[0].rstrip(".")
+
+
 def _read_header(file: Path) -> dict[str, _Stored]:
-    """Name, shape and dtype of all tensors of one file. The library checks header and file length."""
+    """Name, shape and dtype of all tensors of one file.
+
+    The library checks header and file length, but lets the last of two tensors of one name win.
+    """
     found = {}
     try:
         with safe_open(file, framework="pt") as opened:
@@ -191,6 +243,8 @@ def _read_header(file: Path) -> dict[str, _Stored]:
                         f"{file}: {name} is stored as {stored_dtype}; only {', '.join(_STORED_DTYPES)} can be loaded"
                     )
                 found[name] = _Stored(file, tuple(tensor.get_shape()), _STORED_DTYPES[stored_dtype])
+        with file.open("rb") as raw:
+            parse_json(raw.read(int.from_bytes(raw.read(8), "little")), file)
     except (SafetensorError, OSError) as error:
         raise _damaged(file, error) from error
     return found

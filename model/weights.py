@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -85,6 +85,20 @@ class Model:
     dtype: torch.dtype
     max_model_len: int
 
+    def load_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write new weights, keyed by public names, into the memory of the present ones.
+
+        Every tensor of the model must be given, in any floating dtype. Besides the model, one fused buffer and one
+        packed layer (or head and embedding) are held. Raises `CheckpointError`, writing nothing, for a missing or
+        unexpected name, a wrong shape, or a dtype that is not floating.
+        """
+        _check_new_weights(self.config, tensors)
+        with torch.no_grad():
+            assembler = _Assembler(self.config, _fill_from(tensors), self.ops, self.dtype)
+            for index, layer in enumerate(self.weights.layers):
+                _copy_fields(layer, assembler.layer(index))
+            _copy_fields(self.weights, assembler.outer())
+
 
 def tensor_shapes(config: OuroConfig) -> dict[str, tuple[int, ...]]:
     """Public name and shape of every tensor of a checkpoint. Tied embeddings have no ``lm_head.weight``."""
@@ -128,21 +142,9 @@ def build_model(
     """
     length = check_max_model_len(config, max_model_len)
     assembler = _Assembler(config, fill, ops, dtype)
-    if config.tie_word_embeddings:
-        embedding = assembler.read("model.embed_tokens.weight")
-        lm_head = ops.pack_linear(embedding)
-    else:
-        # The largest buffer goes first, while nothing else is held.
-        lm_head = ops.pack_linear(assembler.read("lm_head.weight"))
-        embedding = assembler.read("model.embed_tokens.weight")
-    weights = OuroWeights(
-        embedding=embedding,
-        layers=tuple(assembler.layer(index) for index in range(config.num_hidden_layers)),
-        norm=assembler.read("model.norm.weight"),
-        gate_weight=assembler.read("model.early_exit_gate.weight")[0],
-        gate_bias=assembler.read("model.early_exit_gate.bias"),
-        lm_head=lm_head,
-    )
+    # The largest buffer goes first, while nothing else is held.
+    outer = assembler.outer()
+    weights = replace(outer, layers=tuple(assembler.layer(index) for index in range(config.num_hidden_layers)))
     return Model(config, weights, RopeTables.build(config, length, dtype), ops, dtype, length)
 
 
@@ -151,6 +153,7 @@ class _Assembler:
 
     def __init__(self, config: OuroConfig, fill: Fill, ops: Ops, dtype: torch.dtype) -> None:
         self._shapes = tensor_shapes(config)
+        self._tied = config.tie_word_embeddings
         self._fill = fill
         self._ops = ops
         self._dtype = dtype
@@ -161,6 +164,23 @@ class _Assembler:
         tensor = torch.empty(self._shapes[name], dtype=self._dtype)
         self._fill(name, tensor)
         return tensor
+
+    def outer(self) -> OuroWeights:
+        """All weights but those of the layers. With tied embeddings the packed head may be the embedding itself."""
+        if self._tied:
+            embedding = self.read("model.embed_tokens.weight")
+            lm_head = self._ops.pack_linear(embedding)
+        else:
+            lm_head = self._ops.pack_linear(self.read("lm_head.weight"))
+            embedding = self.read("model.embed_tokens.weight")
+        return OuroWeights(
+            embedding=embedding,
+            layers=(),
+            norm=self.read("model.norm.weight"),
+            gate_weight=self.read("model.early_exit_gate.weight")[0],
+            gate_bias=self.read("model.early_exit_gate.bias"),
+            lm_head=lm_head,
+        )
 
     def layer(self, index: int) -> LayerWeights:
         """One layer, its linears fused and packed."""
@@ -207,11 +227,29 @@ def model_from_tensors(
     Raises `CheckpointError` for a missing or unexpected name, or a wrong shape.
     """
     check_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "tensors")
+    return build_model(config, _fill_from(tensors), ops=ops, dtype=dtype, max_model_len=max_model_len)
 
+
+def _fill_from(tensors: Mapping[str, Tensor]) -> Fill:
     def fill(name: str, out: Tensor) -> None:
         out.copy_(tensors[name])
 
-    return build_model(config, fill, ops=ops, dtype=dtype, max_model_len=max_model_len)
+    return fill
+
+
+def _check_new_weights(config: OuroConfig, tensors: Mapping[str, Tensor]) -> None:
+    check_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "weights")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"weights: {name} is {tensor.dtype}; give floating point values")
+
+
+def _copy_fields(target: LayerWeights | OuroWeights, source: LayerWeights | OuroWeights) -> None:
+    """Copy each tensor of ``source`` into that of ``target``; other fields are left alone."""
+    for entry in fields(target):
+        tensor = getattr(target, entry.name)
+        if isinstance(tensor, Tensor):
+            tensor.copy_(getattr(source, entry.name))
 
 
 def check_tensors(config: OuroConfig, found: Mapping[str, tuple[int, ...]], where: object) -> None:
@@ -239,7 +277,7 @@ def check_tensors(config: OuroConfig, found: Mapping[str, tuple[int, ...]], wher
 def random_weights(
     config: OuroConfig, seed: int, dtype: torch.dtype = torch.float32, *, gate_scale: float = 1.0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of a random checkpoint, for tests, benchmarks and the built-in model.
+    """Name and tensor of a random checkpoint, for tests and benchmarks.
 
     Matrices have variance 1 / fan-in, embeddings 1, norm weights lie around 1; exit gate logits have a
     standard deviation of about ``gate_scale``. Each tensor depends on ``seed`` and its name alone, and comes

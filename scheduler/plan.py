@@ -3,6 +3,7 @@
 Once handed out, a plan is never changed except for the ``state`` of its tasks, which the scheduler keeps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -26,7 +27,7 @@ class Phase(IntEnum):
 
 
 class TaskState(IntEnum):
-    """Life of a task. Tasks are made ready, so there is no pending state outside the frontier vector."""
+    """Life of a task. A task is made when its rows are ready; what is pending lives in the frontier vector."""
 
     SUBMITTED = 0
     COMPLETED = 1
@@ -34,10 +35,44 @@ class TaskState(IntEnum):
 
 
 class ExitPolicy(IntEnum):
-    """How deep a task's tokens go (RFC): prompts always through all depths."""
+    """How deep a task's tokens go (RFC): prompts through all depths, decoded tokens as far as their exit rule."""
 
     FULL_DEPTH = 0
     DECODE_DEPTH = 1
+
+
+COPY_KV = 1 << 30
+"""Bit of ``StepPlan.coda_features``: some row leaves early and wants its KV copied into the deeper planes."""
+
+
+class CodaAction(IntEnum):
+    """What CODA does for one row.
+
+    ``SAMPLE`` draws the next token. ``GATE`` draws it only if the gate lets the row leave at this depth.
+    ``SCORE`` reports the prompt log-probability of the token after the row. ``REPLAY`` draws nothing: it repeats
+    the KV copy of an exit that was taken before a recomputation.
+    """
+
+    SAMPLE = 0
+    GATE = 1
+    SCORE = 2
+    REPLAY = 3
+
+
+@dataclass(slots=True, frozen=True)
+class ExitRule:
+    """Where decoded tokens leave the loop. Depths are zero-based.
+
+    Without ``gated`` every token leaves at ``max_depth``. With it, the gate decides at each depth from
+    ``min_depth`` on, and ``max_depth`` is the last. ``copy`` selects the KV semantics: False fills every plane
+    (the reference), True copies the exit depth's KV into the deeper planes and skips the work, with prompts and
+    the first token at full depth (RFC).
+    """
+
+    max_depth: int
+    min_depth: int = 0
+    gated: bool = False
+    copy: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +114,15 @@ class StepPlan:
 
     ``tasks`` are the core spans in row order; ``coda_tasks`` one task per coda row. The parallel integer lists
     are the same step as the device sees it (`capture.metadata.StepInputs`). ``bucket`` is the recorded row
-    count that runs it, ``bucket - rows`` its padding; ``coda_bucket`` is 0 when no coda row is due.
+    count that runs it, ``bucket - rows`` its padding; ``coda_bucket`` is 0 when no coda row is due. Either part
+    may be empty, not both.
+
+    ``swap_out`` and ``swap_in`` move whole requests between pool and host before the step's updates, in this
+    order: (key, pages); ``swap_drop`` names keys whose copy on the host is no longer wanted. A key is a
+    request's generation. ``param_slot``, ``param_row`` and ``param_owner`` name the requests that come to the
+    device: slot, opaque device parameters, (id, generation). ``restarts`` names generations that left it to be
+    recomputed.
+    ``coda_features`` joins the features that the coda rows ask of CODA (opaque bits of `RequestSpec`).
     """
 
     step_id: int
@@ -100,11 +143,24 @@ class StepPlan:
     page_id: list[int] = field(default_factory=list)
     coda_slot: list[int] = field(default_factory=list)
     coda_pos: list[int] = field(default_factory=list)
+    coda_depth: list[int] = field(default_factory=list)
+    coda_action: list[int] = field(default_factory=list)
+    coda_features: int = 0
+    param_slot: list[int] = field(default_factory=list)
+    param_row: list[Sequence[int]] = field(default_factory=list)
+    param_owner: list[tuple[str, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, list[int]]] = field(default_factory=list)
+    swap_in: list[tuple[int, list[int]]] = field(default_factory=list)
+    swap_drop: list[int] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """What the host must see of a finished step: one sampled token per coda row, in plan order."""
+    """What the host must see of a finished step: one token per coda row, in plan order.
+
+    -1 where no token was drawn: a gated row that did not leave, a scored or replayed row.
+    """
 
     step_id: int
     tokens: list[int]
@@ -115,22 +171,37 @@ class RequestSpec:
     """A request as the scheduler needs it.
 
     ``stop_token_ids`` end it when sampled (the token is kept in the output); ``max_tokens`` >= 1 bounds the
-    output. Text never reaches the scheduler.
+    output. A lower ``priority`` is served earlier. ``exit_rule`` None means full depth. ``score_prompt`` asks for
+    a coda row at every prompt position. ``needs_history`` says that CODA reads all earlier tokens of the request
+    from the device's table. ``coda_features`` and ``device_params`` are passed through unread. Text never
+    reaches the scheduler.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    exit_rule: ExitRule | None = None
+    score_prompt: bool = False
+    needs_history: bool = False
+    coda_features: int = 0
+    device_params: Sequence[int] = ()
 
 
 @dataclass(slots=True, frozen=True)
 class RequestUpdate:
-    """News of one request from `Scheduler.apply`: the token it got, and why it ended, if it did.
+    """News of one request from `Scheduler.apply`: the token it got, its exit depth, and why it ended, if it did.
 
+    ``coda_row`` is the row of the step's results that the token came from, in the plan of ``step_id``; tokens
+    whose results came early name an earlier step. ``cached_tokens`` is how much of the prompt the prefix cache had.
     ``finish_reason`` is ``None``, ``"stop"`` or ``"length"``.
     """
 
     request_id: str
     token_id: int
     finish_reason: str | None
+    exit_depth: int
+    step_id: int
+    coda_row: int
+    cached_tokens: int

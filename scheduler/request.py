@@ -1,6 +1,32 @@
 """A request's state: frontier vector, pages, tokens."""
 
-from wavegraph.scheduler.plan import RequestSpec
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from wavegraph.scheduler.pages import PrefixKey
+from wavegraph.scheduler.plan import ExitRule, RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """A request in mid-life, apart from the content of its pages: what another engine needs to go on with it.
+
+    ``frontier`` and ``limits`` are the lanes' ``next`` and ``limit`` by depth; ``pages`` are the pages of the
+    exporting engine, whose content travels with the snapshot, in order of position.
+    """
+
+    spec: RequestSpec
+    tokens: list[int]
+    exits: list[int]
+    frontier: list[int]
+    limits: list[int]
+    completed: list[int]
+    known: int
+    prefill_end: int
+    held_depth: int
+    scored: int
+    cached_tokens: int
+    pages: list[int]
 
 
 class Lane:
@@ -8,63 +34,108 @@ class Lane:
 
     ``next`` is the submitted frontier of this depth. ``limit`` is the frontier of the depth before it (for
     depth 0 the number of known tokens) as of the last step boundary: rows whose hidden state a submitted step
-    leaves. It moves only between steps, so no position can run at two depths in one step. ``turn`` is what a step's
-    budget cut off this lane's last turn, 0 if nothing.
+    leaves. It moves only between steps, so no position can run at two depths in one step. ``turn`` is what a
+    step's budget cut off this lane's last turn, 0 if nothing. ``stale`` marks a queue entry that outlives its
+    request's stay on the device.
     """
 
-    __slots__ = ("depth", "limit", "next", "queued", "request", "turn")
+    __slots__ = ("depth", "limit", "next", "queued", "request", "stale", "turn")
 
-    def __init__(self, request: "Request", depth: int) -> None:
+    def __init__(self, request: "Request", depth: int, start: int, limit: int) -> None:
         self.request = request
         self.depth = depth
-        self.next = 0
-        self.limit = 0
+        self.next = start
+        self.limit = limit
         self.turn = 0
         self.queued = False
+        self.stale = False
 
 
 class Request:
-    """An admitted or waiting request. Two frontiers are kept: submitted (lanes) and completed.
+    """A live request, waiting or running. Two frontiers are kept: submitted (lanes) and completed.
 
     ``known`` counts the tokens that exist on the device once all submitted steps have run: the prompt and one
-    per submitted coda row; the host's ``tokens`` lag behind it by what is in flight. ``total_limit`` bounds
-    both. ``generation`` is unique in the scheduler's life, so that a reused id is never mistaken; ``ended`` marks
-    queue entries that outlive their request.
+    per sampled row; the host's ``tokens`` lag behind it by what is in flight. ``total_limit`` bounds both.
+    Tokens before ``prefill_end`` are prompt work: the prompt, and after a recomputation what it had put out.
+    Tokens before ``host_end`` come from the host; later ones CODA puts into the device's table itself.
+    ``generation`` is unique in the scheduler's life; in-flight results of an older one are void.
+    ``in_flight`` counts tasks planned and not applied. ``exits[i]`` is the depth at which output token ``i`` left.
+    ``cached_tokens`` is how much of the prompt the prefix cache had when the request first came to the device.
+    ``held_depth`` is the depth at which the newest position waits for its coda row or the gate's decision, -1 if
+    it does not wait. ``scored`` is the next prompt position that CODA has to score.
     """
 
     __slots__ = (
         "_early_spans",
         "_early_tokens",
+        "arrival",
+        "cached_tokens",
         "completed",
-        "ended",
+        "exits",
         "generation",
+        "held_depth",
+        "host_end",
+        "in_flight",
         "known",
         "lanes",
         "num_prompt_tokens",
         "pages",
         "pages_needed",
+        "passed_over",
+        "prefill_end",
+        "published",
+        "published_key",
+        "reserved",
+        "rule",
+        "scored",
         "slot",
         "spec",
+        "swapped",
+        "swapped_pages",
         "tokens",
         "total_limit",
     )
 
-    def __init__(self, spec: RequestSpec, generation: int, depths: int, total_limit: int, pages_needed: int) -> None:
+    def __init__(self, spec: RequestSpec, arrival: int, depths: int, total_limit: int, pages_needed: int) -> None:
         self.spec = spec
-        self.generation = generation
-        self.ended = False
+        self.generation = 0
+        self.arrival = arrival
         self.slot = -1
+        self.rule = spec.exit_rule or ExitRule(depths - 1)
         self.tokens = list(spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
-        self.known = self.num_prompt_tokens
         self.total_limit = total_limit
         self.pages: list[int] = []
         self.pages_needed = pages_needed
-        self.lanes = [Lane(self, depth) for depth in range(depths)]
+        self.reserved = 0
+        self.passed_over = 0
+        self.swapped = False
+        self.swapped_pages = 0
+        self.cached_tokens = 0
+        self.exits: list[int] = []
+        self.in_flight = 0
+        self.restart(depths, 0)
+
+    def restart(self, depths: int, cached: int) -> None:
+        """Stand at the start of (re)computation, with ``cached`` positions done at every depth.
+
+        Under ``copy`` the output so far is fed back one token at a time, as it was decoded: each left at a
+        depth of its own.
+        """
+        copied = self.rule.copy and len(self.tokens) > self.num_prompt_tokens
+        self.prefill_end = self.num_prompt_tokens if copied else len(self.tokens)
+        self.known = self.prefill_end
+        self.lanes = [Lane(self, depth, cached, cached) for depth in range(depths)]
         self.lanes[0].limit = self.known
-        self.completed = [0] * depths
+        self.completed = [cached] * depths
+        self.held_depth = -1
+        self.host_end = len(self.tokens)
+        unscored = self.spec.score_prompt and len(self.tokens) == self.num_prompt_tokens
+        self.scored = 0 if unscored else self.num_prompt_tokens - 1
+        self.published = 0
+        self.published_key: PrefixKey = b""
         self._early_spans: dict[tuple[int, int], int] = {}
-        self._early_tokens: dict[int, int] = {}
+        self._early_tokens: dict[int, tuple[int, int, int, int]] = {}
 
     @property
     def num_prefilled_tokens(self) -> int:
@@ -72,9 +143,70 @@ class Request:
         return min(self.completed[-1], self.num_prompt_tokens)
 
     @property
-    def output_token_ids(self) -> list[int]:
+    def num_output_tokens(self) -> int:
         """Tokens sampled and seen by the host so far."""
-        return self.tokens[self.num_prompt_tokens :]
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the next token is one that the host knows already (recomputation under ``copy``)."""
+        return self.known < len(self.tokens)
+
+    def exit_window(self) -> tuple[int, int]:
+        """First and last depth at which the newest known position may leave."""
+        depths, rule = len(self.lanes), self.rule
+        if self.replaying:
+            exit_depth = self.exits[self.known - self.num_prompt_tokens]
+            return exit_depth, exit_depth
+        if rule.copy and self.known == self.num_prompt_tokens:
+            return depths - 1, depths - 1
+        return (rule.min_depth if rule.gated else rule.max_depth), rule.max_depth
+
+    def snapshot(self, pages: list[int]) -> "RequestSnapshot":
+        """The whole state of a request with nothing in flight. ``pages`` hold its KV and hidden rows."""
+        return RequestSnapshot(
+            spec=self.spec,
+            tokens=list(self.tokens),
+            exits=list(self.exits),
+            frontier=[lane.next for lane in self.lanes],
+            limits=[lane.limit for lane in self.lanes],
+            completed=list(self.completed),
+            known=self.known,
+            prefill_end=self.prefill_end,
+            held_depth=self.held_depth,
+            scored=self.scored,
+            cached_tokens=self.cached_tokens,
+            pages=pages,
+        )
+
+    def restore(self, snapshot: "RequestSnapshot") -> None:
+        """Stand where a snapshot was taken, as a request that was swapped out."""
+        self.tokens = list(snapshot.tokens)
+        self.exits = list(snapshot.exits)
+        if not snapshot.pages:
+            self.restart(len(self.lanes), 0)
+            return
+        self.lanes = [
+            Lane(self, depth, start, limit)
+            for depth, (start, limit) in enumerate(zip(snapshot.frontier, snapshot.limits, strict=True))
+        ]
+        self.completed = list(snapshot.completed)
+        self.known = snapshot.known
+        self.prefill_end = snapshot.prefill_end
+        self.held_depth = snapshot.held_depth
+        self.scored = snapshot.scored
+        self.cached_tokens = snapshot.cached_tokens
+        self.swapped = True
+        self.swapped_pages = len(snapshot.pages)
+
+    def resume_where_it_stands(self) -> None:
+        """Fresh lanes at the same frontier, for the next stay on the device."""
+        self.lanes = [Lane(self, lane.depth, lane.next, lane.limit) for lane in self.lanes]
+
+    def retire(self) -> None:
+        """Turn all queue entries of this stay on the device stale."""
+        for lane in self.lanes:
+            lane.stale = True
 
     def complete_span(self, depth: int, start: int, end: int) -> None:
         """Positions ``start .. end - 1`` are done at ``depth``; results may come in any order.
@@ -90,12 +222,14 @@ class Request:
             end = early.pop((depth, end))
         completed[depth] = end
 
-    def accept_token(self, position: int, token: int) -> list[int]:
-        """Record the token sampled for ``position``; return the tokens that are now contiguous, in order."""
-        self._early_tokens[position] = token
-        accepted = []
-        while (position := len(self.tokens)) in self._early_tokens:
-            token = self._early_tokens.pop(position)
-            self.tokens.append(token)
-            accepted.append(token)
-        return accepted
+    def accept_token(
+        self, position: int, token: int, exit_depth: int, step_id: int, row: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Record the token sampled for ``position``; yield (token, exit depth, step, row) of what is now contiguous."""
+        early = self._early_tokens
+        early[position] = (token, exit_depth, step_id, row)
+        while (following := len(self.tokens)) in early:
+            accepted = early.pop(following)
+            self.tokens.append(accepted[0])
+            self.exits.append(accepted[1])
+            yield accepted

@@ -9,17 +9,19 @@ earlier one that has not finished. `apply` moves the completed frontier and is t
 ends of requests and `num_prefilled_tokens` change.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import EngineError, RequestError
-from wavegraph.scheduler.order import FifoOrder, Order, OrdinaryOrder
-from wavegraph.scheduler.pages import PageAllocator
+from wavegraph.scheduler.config import SchedulerConfig
+from wavegraph.scheduler.order import Order, OrdinaryOrder, Taken, WavefrontOrder
 from wavegraph.scheduler.plan import (
+    COPY_KV,
+    CodaAction,
     ExecutionTask,
     ExitPolicy,
+    ExitRule,
     Kind,
     Phase,
     RequestSpec,
@@ -28,30 +30,15 @@ from wavegraph.scheduler.plan import (
     StepResult,
     TaskState,
 )
-from wavegraph.scheduler.request import Lane, Request
+from wavegraph.scheduler.request import Lane, Request, RequestSnapshot
+from wavegraph.scheduler.residency import Residency
+
+__all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
 
 PROMPT, DECODE = Kind.PROMPT, Kind.DECODE
 COMPOSITE_DEPTH0, RECURRENT, CODA = Phase.COMPOSITE_DEPTH0, Phase.RECURRENT, Phase.CODA
 FULL_DEPTH, DECODE_DEPTH = ExitPolicy.FULL_DEPTH, ExitPolicy.DECODE_DEPTH
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits and order of the scheduler. The caller has validated them (`wavegraph.config`).
-
-    ``depths`` is D; ``max_num_batched_tokens`` the most rows of a step; ``max_num_seqs`` the most requests
-    running at once; ``prefill_chunk_size`` the most rows of one request at one depth in a step;
-    ``max_model_len`` the most tokens, prompt and output, of a request.
-    """
-
-    depths: int
-    page_size: int
-    num_pages: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefill_chunk_size: int
-    wavefront: bool = True
+SAMPLE, GATE, SCORE, REPLAY = CodaAction.SAMPLE, CodaAction.GATE, CodaAction.SCORE, CodaAction.REPLAY
 
 
 @dataclass(slots=True)
@@ -59,6 +46,7 @@ class SchedulerStats:
     """Totals since the start. ``rows`` counts live rows of core replays, ``padding_rows`` the rest."""
 
     steps: int = 0
+    core_steps: int = 0
     rows: int = 0
     padding_rows: int = 0
     spans: int = 0
@@ -79,29 +67,36 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._ladder = ladder
         self._coda_ladder = coda_ladder
-        self._pages = PageAllocator(config.num_pages)
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._running: dict[str, Request] = {}
-        self._by_slot: list[Request | None] = [None] * config.max_num_seqs
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._order: Order = FifoOrder() if config.wavefront else OrdinaryOrder(config.depths)
-        self._generations = 0
+        self._residency = Residency(config)
+        self._order: Order = (
+            WavefrontOrder(config.stage_policy, config.fused)
+            if config.wavefront
+            else OrdinaryOrder(config.stage_policy, config.depths)
+        )
+        self._draft = StepPlan(step_id=0)
+        self._coda_due: list[tuple[Request, int, int]] = []
+        self._scoring: list[tuple[Request, int]] = []
+        self._max_coda_rows = config.max_coda_rows or config.max_num_seqs
+        self._arrivals = 0
         self._tasks = 0
 
     # -- requests ------------------------------------------------------------------------------------------
 
     def add(self, spec: RequestSpec) -> None:
         """Queue a request. Raises `RequestError`, changing nothing, if it could never be served."""
+        self._residency.waiting.push(self._new_request(spec))
+
+    def _new_request(self, spec: RequestSpec) -> Request:
         config = self.config
         name, prompt = spec.request_id, len(spec.prompt_token_ids)
-        if name in self._running or name in self._waiting:
+        if name in self._residency.running or self._residency.waiting.get(name):
             raise RequestError(f"request_id: {name!r} is already in use; ids must be unique among live requests")
         if prompt == 0:
             raise RequestError(f"prompt of request {name!r}: is empty; give at least one token")
         if prompt >= config.max_model_len:
             raise RequestError(
-                f"prompt of request {name!r}: has {prompt} tokens, but max_model_len={config.max_model_len} allows at "
-                f"most {config.max_model_len - 1} beside one output token; shorten it or raise max_model_len"
+                f"prompt of request {name!r}: has {prompt} tokens, but max_model_len={config.max_model_len} allows "
+                f"at most {config.max_model_len - 1} beside one output token; shorten it or raise max_model_len"
             )
         if spec.max_tokens < 1:
             raise RequestError(f"max_tokens of request {name!r}: must be at least 1, got {spec.max_tokens}")
@@ -109,11 +104,17 @@ class Scheduler:
         needed = -(-(total - 1) // config.page_size)  # the last token sampled is never fed back
         if needed > config.num_pages:
             raise RequestError(
-                f"request {name!r}: {prompt} prompt tokens and max_tokens={spec.max_tokens} need {needed} KV pages of "
-                f"{config.page_size} tokens, but the pool has {config.num_pages}; shorten it or raise num_pages"
+                f"request {name!r}: {prompt} prompt tokens and max_tokens={spec.max_tokens} need {needed} KV pages "
+                f"of {config.page_size} tokens, but the pool has {config.num_pages}; shorten it or raise num_pages"
             )
-        self._generations += 1
-        self._waiting[name] = Request(spec, self._generations, config.depths, total, needed)
+        if spec.score_prompt and spec.exit_rule not in (None, ExitRule(config.depths - 1)):
+            raise RequestError(
+                f"request {name!r}: prompt log-probabilities are those of full depth; ask for them without early exit"
+            )
+        self._arrivals += 1
+        request = Request(spec, self._arrivals, config.depths, total, needed)
+        self._residency.register(request)
+        return request
 
     def cancel(self, request_id: str) -> bool:
         """End a request at once, wherever it is; False if no such request is live.
@@ -121,65 +122,124 @@ class Scheduler:
         Its pages and slot are free for the next plan. Steps in flight may still touch them, but run before
         any step planned later; their results for this request are dropped by `apply`.
         """
-        if self._waiting.pop(request_id, None) is not None:
-            return True
-        request = self._running.get(request_id)
+        request = self._find(request_id)
         if request is None:
             return False
         self._end(request)
         return True
 
     def fail(self, plan: StepPlan) -> list[str]:
-        """End every live request that ``plan`` works for, because it could not be run; returns their ids."""
-        failed = dict.fromkeys(task.request_id for task in plan.tasks if self._owner(task) is not None)
-        for task in (*plan.tasks, *plan.coda_tasks):
+        """End every live request that the newest plan works for, because it could not be run; returns their ids.
+
+        What the plan would have told the device about other requests goes into the next one.
+        """
+        tasks = (*plan.tasks, *plan.coda_tasks)
+        owners = [self._residency.live.get(task.generation) for task in tasks]
+        failed = list(dict.fromkeys(owner.spec.request_id for owner in owners if owner is not None))
+        for task in tasks:
             task.state = TaskState.CANCELLED
+        self._draft = self._residency.carry_over(plan, self._draft)
         for request_id in failed:
             self.cancel(request_id)
-        return list(failed)
+        return failed
+
+    def preempt(self, request_id: str) -> bool:
+        """Send a running request back to the queue, as pressure would; False if it is not running."""
+        request = self._residency.running.get(request_id)
+        if request is None:
+            return False
+        self._residency.preempt(self._draft, request)
+        return True
+
+    def export_request(self, request_id: str) -> tuple[RequestSnapshot, int | None]:
+        """The state of a live request, which goes on living; read its pages, then `cancel` it.
+
+        With it comes the key under which its pages' content is on the host, or None if it is in the pages named.
+        Raises `RequestError` if the request is not live or has steps in flight.
+        """
+        request = self._find(request_id)
+        if request is None:
+            raise RequestError(f"request_id: {request_id!r} is not live, so it cannot be exported")
+        if request.in_flight:
+            raise RequestError(f"request {request_id!r}: has steps in flight; take their results before it is exported")
+        if not request.swapped:
+            arriving = any(key == request.generation for key, _ in self._draft.swap_in)
+            return request.snapshot(list(request.pages)), request.generation if arriving else None
+        leaving = dict(self._draft.swap_out).get(request.generation)
+        if leaving is not None:
+            return request.snapshot(leaving), None
+        return request.snapshot(list(range(request.swapped_pages))), request.generation
+
+    def import_request(self, snapshot: RequestSnapshot) -> int:
+        """Queue a request in mid-life; returns the key under which its pages' content must be on the host.
+
+        Raises `RequestError` as `add` does.
+        """
+        request = self._new_request(snapshot.spec)
+        if len(snapshot.tokens) >= request.total_limit:
+            self._residency.live.pop(request.generation)
+            raise RequestError(
+                f"request {snapshot.spec.request_id!r}: has {len(snapshot.tokens)} tokens already, which "
+                f"max_model_len={self.config.max_model_len} does not let go on; import it where that is larger"
+            )
+        request.restore(snapshot)
+        self._residency.swapped_pages += request.swapped_pages
+        self._residency.waiting.push(request)
+        return request.generation
+
+    def forget_prefixes(self) -> None:
+        """Drop the prefix cache, as when the weights change."""
+        self._residency.pages.forget_prefixes()
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self._running or self._waiting)
+        return bool(self._residency.live)
 
     @property
     def num_waiting(self) -> int:
-        """Requests not yet admitted."""
-        return len(self._waiting)
+        """Requests that hold no slot: new, or preempted."""
+        return len(self._residency.waiting)
 
     @property
     def num_running(self) -> int:
         """Requests that hold a slot."""
-        return len(self._running)
+        return len(self._residency.running)
 
     @property
-    def num_free_pages(self) -> int:
-        """Pages that no request holds."""
-        return self._pages.num_free
+    def residency(self) -> Residency:
+        """Slots, pages and queue, for statistics."""
+        return self._residency
 
     def num_prefilled_tokens(self, request_id: str) -> int:
         """Contiguous prompt tokens of a running request completed at all depths; KeyError if not running."""
-        return self._running[request_id].num_prefilled_tokens
+        return self._residency.running[request_id].num_prefilled_tokens
+
+    def _find(self, request_id: str) -> Request | None:
+        return self._residency.running.get(request_id) or self._residency.waiting.get(request_id)
 
     # -- one step ------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if no row is ready. Calls may run ahead of `apply`."""
-        self._admit()
-        plan = StepPlan(step_id=self.stats.steps)
-        lanes = self._order.take(self.config.max_num_batched_tokens, self.config.prefill_chunk_size)
-        if not lanes:
-            return None
+        """The next step, or None if nothing is ready. Calls may run ahead of `apply`."""
+        plan, config = self._draft, self.config
+        for request in self._residency.admit(plan):
+            self._resume(request)
+        lanes = self._order.take(config.max_num_batched_tokens, config.prefill_chunk_size, self._allow)
         for lane, count in lanes:
             self._add_span(plan, lane, count)
         for lane, _ in lanes:
-            self._advance(plan, lane)
-        plan.bucket = self._ladder.bucket(plan.rows) if self._ladder else plan.rows
+            self._advance(lane)
+        self._add_codas(plan)
+        if not plan.rows and not plan.coda_slot:
+            return None
+        if plan.rows:
+            plan.bucket = self._ladder.bucket(plan.rows) if self._ladder else plan.rows
         coda_rows = len(plan.coda_slot)
         if coda_rows:
             plan.coda_bucket = self._coda_ladder.bucket(coda_rows) if self._coda_ladder else coda_rows
         self._count(plan)
+        self._draft = StepPlan(step_id=self.stats.steps)
         return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
@@ -193,41 +253,41 @@ class Scheduler:
             request = self._settle(task)
             if request is not None:
                 request.complete_span(task.depth, task.token_start, task.token_start + task.token_count)
+                if task.depth == self.config.depths - 1:
+                    self._residency.publish(request)
         updates: list[RequestUpdate] = []
-        for task, token in zip(plan.coda_tasks, result.tokens, strict=True):
+        for row, task in enumerate(plan.coda_tasks):
             request = self._settle(task)
             if request is not None:
-                updates.extend(self._accept(request, task.token_start + 1, token))
+                updates.extend(self._apply_coda(plan, request, row, result.tokens[row]))
         return updates
 
     # -- planning ------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """First come, first served, while a slot and the worst case in pages are there."""
-        waiting = self._waiting
-        while waiting and self._free_slots:
-            name = next(iter(waiting))
-            request = waiting[name]
-            if not self._pages.reserve(request.pages_needed):
-                return
-            del waiting[name]
-            request.slot = self._free_slots.pop()
-            self._by_slot[request.slot] = request
-            self._running[name] = request
-            self._order.ready(request.lanes[0])
+    def _resume(self, request: Request) -> None:
+        """A request came to the device, new or in mid-life."""
+        if request.scored < request.num_prompt_tokens - 1:
+            self._scoring.append((request, request.generation))
+        if request.held_depth >= 0:
+            self._coda_due.append((request, request.generation, request.held_depth))
+        self._order.resume(request)
+
+    def _allow(self, lane: Lane, count: int, taken: Taken) -> int:
+        """For how many rows of a depth-0 lane the pool has pages."""
+        start = lane.next
+        return self._residency.room(self._draft, lane.request, start + count, taken) - start
 
     def _add_span(self, plan: StepPlan, lane: Lane, count: int) -> None:
         """Append rows ``next .. next + count`` of a lane to the plan and move the lane's frontier."""
         request, depth, start = lane.request, lane.depth, lane.next
         end = start + count
         prompt = start < request.num_prompt_tokens
-        if depth == 0:
-            self._grow_pages(plan, request, end)
-            if prompt:
-                plan.token_slot.extend([request.slot] * count)
-                plan.token_pos.extend(range(start, end))
-                plan.token_id.extend(request.tokens[start:end])
+        if depth == 0 and start < request.host_end:
+            plan.token_slot.extend([request.slot] * count)
+            plan.token_pos.extend(range(start, end))
+            plan.token_id.extend(request.tokens[start:end])
         lane.next = end
+        request.in_flight += 1
         page_size = self.config.page_size
         self._tasks += 1
         plan.tasks.append(
@@ -237,7 +297,7 @@ class Scheduler:
                 request.spec.request_id,
                 request.generation,
                 request.slot,
-                PROMPT if prompt else DECODE,
+                PROMPT if start < request.prefill_end else DECODE,
                 RECURRENT if depth else COMPOSITE_DEPTH0,
                 depth,
                 start,
@@ -252,58 +312,25 @@ class Scheduler:
         plan.span_depth.append(depth)
         plan.rows += count
 
-    def _grow_pages(self, plan: StepPlan, request: Request, end: int) -> None:
-        pages, page_size = request.pages, self.config.page_size
-        while len(pages) * page_size < end:
-            plan.page_slot.append(request.slot)
-            plan.page_index.append(len(pages))
-            page = self._pages.take()
-            plan.page_id.append(page)
-            pages.append(page)
-
-    def _advance(self, plan: StepPlan, lane: Lane) -> None:
+    def _advance(self, lane: Lane) -> None:
         """Step boundary for one lane that ran: queue what it made ready (RFC "Dependency graph", transitions)."""
         request, depth = lane.request, lane.depth
+        limit = lane.next
+        if limit == request.known:
+            first, last = request.exit_window()
+            if first <= depth <= last:
+                self._coda_due.append((request, request.generation, depth))
+                request.held_depth = depth
+                limit -= 1  # the newest position goes on once its coda row is planned, or its gate has decided
         if depth + 1 < len(request.lanes):
-            successor = request.lanes[depth + 1]
-            successor.limit = lane.next
-            self._order.ready(successor)
-        elif lane.next == request.known:
-            self._add_coda(plan, request)
-        if lane.next < lane.limit:
-            self._order.ready(lane)
-
-    def _add_coda(self, plan: StepPlan, request: Request) -> None:
-        """All known tokens are done at all depths: sample the next one, and let it run if it is not the last."""
-        position = request.known - 1
-        self._tasks += 1
-        plan.coda_tasks.append(
-            ExecutionTask(
-                self._tasks,
-                plan.step_id,
-                request.spec.request_id,
-                request.generation,
-                request.slot,
-                PROMPT if position < request.num_prompt_tokens else DECODE,
-                CODA,
-                len(request.lanes) - 1,
-                position,
-                1,
-                FULL_DEPTH,
-                [request.pages[position // self.config.page_size]],
-            )
-        )
-        plan.coda_slot.append(request.slot)
-        plan.coda_pos.append(position)
-        request.known += 1
-        if request.known < request.total_limit:
-            first = request.lanes[0]
-            first.limit = request.known
-            self._order.ready(first)
+            request.lanes[depth + 1].limit = limit
+            self._order.ready(request.lanes[depth + 1])
+        self._order.ready(lane)
 
     def _count(self, plan: StepPlan) -> None:
         stats = self.stats
         stats.steps += 1
+        stats.core_steps += plan.rows > 0
         stats.rows += plan.rows
         stats.padding_rows += plan.bucket - plan.rows
         stats.spans += len(plan.tasks)
@@ -313,37 +340,154 @@ class Scheduler:
             stats.coda_rows += len(plan.coda_slot)
             stats.coda_padding_rows += plan.coda_bucket - len(plan.coda_slot)
 
+    # -- coda ----------------------------------------------------------------------------------------------
+
+    def _add_codas(self, plan: StepPlan) -> None:
+        """Coda rows that are due: tokens first, then prompt positions to score with the room that is left."""
+        room = self._max_coda_rows
+        due, self._coda_due = self._coda_due, []
+        for entry in due:
+            request, generation, depth = entry
+            if request.generation != generation or request.slot < 0 or request.held_depth != depth:
+                continue
+            if request.scored < request.num_prompt_tokens - 1 or not room:
+                self._coda_due.append(entry)
+                continue
+            self._draw(plan, request, depth)
+            room -= 1
+        scoring, self._scoring = self._scoring, []
+        for request, generation in scoring:
+            if request.generation == generation and request.slot >= 0:
+                room = self._score(plan, request, room)
+                if request.scored < request.num_prompt_tokens - 1:
+                    self._scoring.append((request, generation))
+
+    def _score(self, plan: StepPlan, request: Request, room: int) -> int:
+        """Score prompt positions that are through all depths and whose next token the device has."""
+        first, last = request.lanes[0], request.lanes[-1]
+        end = min(last.next, first.next - 1, request.num_prompt_tokens - 1, request.scored + room)
+        for position in range(request.scored, end):
+            self._add_coda(plan, request, position, last.depth, SCORE)
+            request.scored += 1
+            room -= 1
+        return room
+
+    def _draw(self, plan: StepPlan, request: Request, depth: int) -> None:
+        """The newest position may leave at ``depth``: draw its next token, or let the gate decide."""
+        action = REPLAY if request.replaying else SAMPLE
+        if action is SAMPLE and depth < request.exit_window()[1]:
+            action = GATE
+        self._add_coda(plan, request, request.known - 1, depth, action)
+        if request.rule.copy and depth + 1 < len(request.lanes):
+            plan.coda_features |= COPY_KV
+        if action is not GATE:
+            self._leave(request, depth)
+
+    def _add_coda(self, plan: StepPlan, request: Request, position: int, depth: int, action: CodaAction) -> None:
+        self._tasks += 1
+        request.in_flight += 1
+        plan.coda_tasks.append(
+            ExecutionTask(
+                self._tasks,
+                plan.step_id,
+                request.spec.request_id,
+                request.generation,
+                request.slot,
+                PROMPT if position < request.num_prompt_tokens else DECODE,
+                CODA,
+                depth,
+                position,
+                1,
+                FULL_DEPTH if position < request.num_prompt_tokens else DECODE_DEPTH,
+                [request.pages[position // self.config.page_size]],
+            )
+        )
+        plan.coda_slot.append(request.slot)
+        plan.coda_pos.append(position)
+        plan.coda_depth.append(depth)
+        plan.coda_action.append(action)
+        plan.coda_features |= request.spec.coda_features
+
+    def _leave(self, request: Request, depth: int) -> None:
+        """The newest position leaves at ``depth``: its token is known to the device, the next one may start.
+
+        Its own remaining depths follow as ordinary rows, or, under ``copy``, are done with.
+        """
+        position, request.known = request.known, request.known + 1
+        if self._copies(request, depth):
+            request.held_depth = -1
+            for lane in request.lanes[depth + 1 :]:
+                lane.next = lane.limit = position
+        else:
+            self._release_held(request)
+        request.lanes[0].limit = request.known
+        self._order.ready(request.lanes[0])
+
+    def _copies(self, request: Request, depth: int) -> bool:
+        return request.rule.copy and depth + 1 < len(request.lanes)
+
+    def _release_held(self, request: Request) -> None:
+        """Let the newest position go on to the depth after the one at which it was held."""
+        depth, request.held_depth = request.held_depth, -1
+        if depth + 1 < len(request.lanes):
+            request.lanes[depth + 1].limit = request.lanes[depth].next
+            self._order.ready(request.lanes[depth + 1])
+
     # -- results -------------------------------------------------------------------------------------------
 
-    def _owner(self, task: ExecutionTask) -> Request | None:
-        request = self._by_slot[task.slot]
-        return request if request is not None and request.generation == task.generation else None
-
     def _settle(self, task: ExecutionTask) -> Request | None:
-        """Close a task; returns its request, or None if that ended while the task was in flight."""
-        request = self._owner(task)
-        task.state = TaskState.COMPLETED if request is not None else TaskState.CANCELLED
+        """Close a task; returns its request, or None if that ended or started over while it was in flight."""
+        request = self._residency.live.get(task.generation)
+        if request is None:
+            task.state = TaskState.CANCELLED
+            return None
+        task.state = TaskState.COMPLETED
+        request.in_flight -= 1
         return request
 
-    def _accept(self, request: Request, position: int, token: int) -> Iterable[RequestUpdate]:
+    def _apply_coda(self, plan: StepPlan, request: Request, row: int, token: int) -> Iterable[RequestUpdate]:
+        task, action = plan.coda_tasks[row], plan.coda_action[row]
+        if action == SCORE:
+            return ()
+        left = token >= 0 or action == REPLAY
+        if action == SAMPLE and not left:
+            raise EngineError(f"step {plan.step_id}: coda row {row} of request {task.request_id!r} drew no token")
+        if action == GATE:
+            if left:
+                self._leave(request, task.depth)
+            else:
+                self._release_held(request)
+        if left and self._copies(request, task.depth):
+            for depth in range(task.depth + 1, self.config.depths):
+                request.complete_span(depth, task.token_start, task.token_start + 1)
+        if action == REPLAY or not left:
+            return ()
+        return self._accept(request, task.token_start + 1, token, task.depth, plan.step_id, row)
+
+    def _accept(
+        self, request: Request, position: int, token: int, exit_depth: int, step_id: int, row: int
+    ) -> Iterable[RequestUpdate]:
         """Add tokens to the output until one ends the request."""
         name = request.spec.request_id
-        for accepted in request.accept_token(position, token):
+        for accepted, depth, step, coda_row in request.accept_token(position, token, exit_depth, step_id, row):
             reason = None
             if accepted in request.spec.stop_token_ids:
                 reason = "stop"
             elif len(request.tokens) == request.total_limit:
                 reason = "length"
-            yield RequestUpdate(name, accepted, reason)
+            yield RequestUpdate(name, accepted, reason, depth, step, coda_row, request.cached_tokens)
             if reason is not None:
                 self._end(request)
                 return
 
     def _end(self, request: Request) -> None:
         """Release all a request holds; its queue entries turn stale and are skipped."""
-        del self._running[request.spec.request_id]
-        self._by_slot[request.slot] = None
-        self._free_slots.append(request.slot)
-        self._pages.unreserve(request.pages_needed - len(request.pages))
-        self._pages.free(request.pages)
-        request.ended = True
+        residency = self._residency
+        del residency.live[request.generation]
+        if request.slot >= 0:
+            residency.leave(self._draft, request)
+            return
+        residency.waiting.remove(request)
+        if request.swapped:
+            residency.swapped_pages -= request.swapped_pages
+            self._draft.swap_drop.append(request.generation)

@@ -12,12 +12,27 @@ DEFAULT_BATCHED_TOKENS = 256
 """Row budget of a step when neither it nor the buckets are given."""
 
 DEFAULT_MODEL_LEN = 2048
-"""The most that ``max_model_len=None`` means: the ATen attention costs each row the longest possible context."""
+"""The most that ``max_model_len=None`` means over ATen operators: there each row costs the longest possible context."""
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """The most bytes of the pool when neither ``num_pages`` nor ``kv_cache_bytes`` is given."""
 
 KV_LAYOUTS = ("last_exited", "shared")
+CHOICES = {
+    "step_mix": ("fused", "separate"),
+    "stage_policy": ("decode_first", "refill", "fifo"),
+    "admission": ("incremental", "worst_case"),
+    "admission_order": ("fcfs", "priority"),
+}
+AT_LEAST_ONE = (
+    "prefill_chunk_size",
+    "max_num_seqs",
+    "page_size",
+    "max_decode_steps_before_prefill",
+    "max_prefill_steps_before_decode",
+    "run_ahead",
+)
+AT_LEAST_ONE_OR_NONE = ("max_num_batched_tokens", "max_model_len", "num_pages", "kv_cache_bytes", "threads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +45,31 @@ class EngineConfig:
     - ``max_num_batched_tokens``: the most rows of a step. None: the largest bucket, or 256 without ``buckets``.
     - ``max_num_seqs``: the most requests alive at once; the rest wait.
     - ``max_model_len``: the most tokens of one request, prompt and output together. None: the model's own
-      limit, but at most 2048 and what the pool holds (a warning says if that is less).
+      limit, but at most what the pool holds, and 2048 unless `compiled` (a warning says if that is less).
     - ``page_size``: positions per page.
     - ``num_pages`` or ``kv_cache_bytes`` (not both): the size of the pool. Neither: enough for
       ``max_num_seqs`` requests of full length, but at most 4 GiB.
     - ``buckets``: row counts to record, the largest at least the row budget. None: powers of two and their
       midpoints up to the budget.
     - ``kv_layout``: ``"last_exited"``, where each depth has its own KV plane; the only one there is.
+
+    Scheduling:
+
+    - ``step_mix``: ``"fused"`` steps hold prompt and decode rows side by side, ``"separate"`` ones only one kind.
+      Without ``wavefront`` they are always separate.
+    - ``stage_policy``: who goes first when both prompt and decode rows are ready. ``"decode_first"``: decode, but
+      prompts after they were shut out of ``max_decode_steps_before_prefill`` steps; ``"refill"``: prompts, but decode
+      after ``max_prefill_steps_before_decode``; ``"fifo"``: whoever has waited longest.
+    - ``admission_order``: ``"fcfs"``, or ``"priority"``, where a level is worth 1000 arrivals. ``max_bypass`` requests
+      may be admitted past one that does not fit yet. ``refill=False`` admits only into an empty engine (cohorts).
+    - ``admission``: ``"incremental"`` admits a request when its prompt fits, lets it grow, and preempts the least
+      important when pages run out; ``"worst_case"`` admits it with all the pages it could need.
+    - ``swap_bytes``: host memory for preempted requests; those that do not fit are recomputed.
+    - ``prefix_cache``: share the pages of prompts that begin alike.
+    - ``async_scheduling``: plan up to ``run_ahead`` steps ahead while a worker thread runs them.
+
+    Other:
+
     - ``check``: have an independent checker judge each plan before it runs; a bad one raises `EngineError`.
     - ``threads``: CPU threads of torch in this process. None: leave as it is.
     """
@@ -51,24 +84,36 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     buckets: tuple[int, ...] | None = None
     kv_layout: str = "last_exited"
+    step_mix: str = "fused"
+    stage_policy: str = "decode_first"
+    max_decode_steps_before_prefill: int = 8
+    max_prefill_steps_before_decode: int = 4
+    admission_order: str = "fcfs"
+    max_bypass: int = 8
+    refill: bool = True
+    admission: str = "incremental"
+    swap_bytes: int = 256 << 20
+    prefix_cache: bool = True
+    async_scheduling: bool = True
+    run_ahead: int = 2
     check: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("wavefront", "check"):
+        for name in ("wavefront", "refill", "prefix_cache", "async_scheduling", "check"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("prefill_chunk_size", "max_num_seqs", "page_size"):
-            _at_least_one(name, getattr(self, name))
-        for name in ("max_num_batched_tokens", "max_model_len", "num_pages", "kv_cache_bytes", "threads"):
-            if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
-        if self.num_pages is not None and self.kv_cache_bytes is not None:
-            raise ConfigError(
-                f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes} both size the KV pool: give one"
-            )
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        self._check_numbers()
         self._check_layout()
         self._check_buckets()
+
+    @property
+    def run_ahead_steps(self) -> int:
+        """Steps that may be in flight at once."""
+        return self.run_ahead if self.async_scheduling else 1
 
     @property
     def row_budget(self) -> int:
@@ -76,6 +121,20 @@ class EngineConfig:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(self.buckets) if self.buckets is not None else DEFAULT_BATCHED_TOKENS
+
+    def _check_numbers(self) -> None:
+        for name in AT_LEAST_ONE:
+            _at_least_one(name, getattr(self, name))
+        for name in AT_LEAST_ONE_OR_NONE:
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        for name in ("max_bypass", "swap_bytes"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be an integer of at least 0, got {getattr(self, name)!r}")
+        if self.num_pages is not None and self.kv_cache_bytes is not None:
+            raise ConfigError(
+                f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes} both size the KV pool: give one"
+            )
 
     def _check_layout(self) -> None:
         if self.kv_layout not in KV_LAYOUTS:

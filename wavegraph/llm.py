@@ -1,26 +1,28 @@
 """`LLM`: a checkpoint and an engine behind `generate` and `stream`."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from wavegraph.capture.backends.registry import create_backend
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine, Progress
-from wavegraph.errors import EngineError, RequestError
-from wavegraph.model.loading import load_model, resolve_checkpoint
-from wavegraph.model.ops.aten import AtenOps
+from wavegraph.errors import ConfigError, EngineError, RequestError
+from wavegraph.model.config import OuroConfig
+from wavegraph.model.loading import checkpoint_dtype, load_model, resolve_checkpoint
 from wavegraph.outputs import RequestOutput
+from wavegraph.runner import AUTO, check_backend, make_runner
 from wavegraph.sampling import SamplingParams
 from wavegraph.sizing import derive
 from wavegraph.tokenizer import Tokenizer
+from wavegraph.trace import TraceWriter
 
 Prompt = str | Sequence[int]
 """Text, or token ids as a list or tuple of integers."""
 
-DEFAULT_BACKEND = "recorded"
+_NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 
 
 def build_engine(
@@ -28,7 +30,9 @@ def build_engine(
     config: EngineConfig,
     *,
     dtype: str = "auto",
-    backend: str = DEFAULT_BACKEND,
+    backend: str = AUTO,
+    trace: str | Path | None = None,
+    on_build: Progress | None = None,
     on_load: Progress | None = None,
     on_capture: Progress | None = None,
 ) -> Engine:
@@ -36,14 +40,44 @@ def build_engine(
 
     What can be refused without reading weights is refused first.
     """
-    runner = create_backend(backend)
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config must be an EngineConfig, got {type(config).__name__}; write EngineConfig(...)")
+    check_backend(backend)
     folder = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(folder)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_model(folder, ops=AtenOps(), dtype=dtype, max_model_len=config.max_model_len, progress=on_load)
-    sizes = derive(config, model.config, model.dtype)
-    return Engine(model, sizes, backend=runner, tokenizer=tokenizer, check=config.check, progress=on_capture)
+    shape = OuroConfig.from_file(folder)
+    torch_dtype = checkpoint_dtype(folder, shape, dtype)
+    runner = make_runner(backend, torch_dtype, on_build)
+    sizes = derive(config, shape, torch_dtype, dense_attention=runner.ops.dense_attention)
+    with _allocation_refused():
+        model = load_model(folder, ops=runner.ops, dtype=dtype, max_model_len=config.max_model_len, progress=on_load)
+        return Engine(
+            model,
+            sizes,
+            backend=runner.backend,
+            tokenizer=tokenizer,
+            check=config.check,
+            run_ahead=config.run_ahead_steps,
+            trace=TraceWriter(trace, shape.total_ut_steps) if trace is not None else None,
+            progress=on_capture,
+        )
+
+
+@contextmanager
+def _allocation_refused() -> Iterator[None]:
+    """Memory that the system does not give is a matter of options, not a fault."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0] or "MemoryError"
+        if isinstance(error, RuntimeError) and not any(words in reason for words in _NO_MEMORY):
+            raise
+        raise ConfigError(
+            f"the engine does not fit into memory ({reason}); lower kv_cache_bytes (or num_pages), max_num_seqs or "
+            "max_num_batched_tokens"
+        ) from error
 
 
 class LLM:
@@ -53,12 +87,15 @@ class LLM:
       Hugging Face Hub id.
     - ``config``: the engine's options.
     - ``dtype``: ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-    - ``backend``: ``"recorded"`` replays a tape of operators recorded for each bucket, ``"eager"`` runs the
-      model's Python each time; the results are the same, bit for bit.
-    - ``on_load``, ``on_capture``: told about progress as ``(done, total)``.
+    - ``backend``: ``"compiled"`` replays our own C++ operators, recorded for each bucket, and gives a row the same bits
+      in any company; ``"recorded"`` replays ATen operators, ``"eager"`` runs them from the model's Python each time.
+      ``"auto"`` is ``"compiled"``, or ``"recorded"`` where there is neither a C++ compiler nor a build, or in float16.
+    - ``trace``: a file for a trace of every step in Chrome's format, for Perfetto; complete once closed.
+    - ``on_build`` (only if operators must be compiled), ``on_load``, ``on_capture``: told about progress as
+      ``(done, total)``.
 
-    Every token runs through all depths of the model; exits by its gate are not taken.
-    Raises `CheckpointError` or `ConfigError` for a model or an option that cannot be honoured.
+    Tokens run through all depths unless their `SamplingParams` say otherwise. Raises `CheckpointError` or
+    `ConfigError` for a model or an option that cannot be honoured.
     """
 
     def __init__(
@@ -67,13 +104,22 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         dtype: str = "auto",
-        backend: str = DEFAULT_BACKEND,
+        backend: str = AUTO,
+        trace: str | Path | None = None,
+        on_build: Progress | None = None,
         on_load: Progress | None = None,
         on_capture: Progress | None = None,
     ) -> None:
         self.config = config if config is not None else EngineConfig()
         self.engine = build_engine(
-            path, self.config, dtype=dtype, backend=backend, on_load=on_load, on_capture=on_capture
+            path,
+            self.config,
+            dtype=dtype,
+            backend=backend,
+            trace=trace,
+            on_build=on_build,
+            on_load=on_load,
+            on_capture=on_capture,
         )
         self._counter = 0
         self._mail: dict[str, RequestOutput | None] = {}  # latest unread output of each open stream
@@ -85,7 +131,7 @@ class LLM:
         *,
         on_progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Run one prompt, or a list of them, to the end; returns one finished output per prompt, in order.
+        """Run one prompt, or a list of them, to the end; returns their finished outputs in order, ``n`` a prompt.
 
         ``params`` are those of all prompts, or one for each. ``on_progress`` is told how many requests are done.
         Raises `RequestError` that names the prompt's index if one cannot be served; nothing is run then. Raises
@@ -97,7 +143,7 @@ class LLM:
         try:
             for index, (prompt, each) in enumerate(zip(batch, _params_of(params, len(batch)), strict=True)):
                 try:
-                    ids.append(self._add(prompt, each))
+                    ids.extend(self._add(prompt, each))
                 except RequestError as error:
                     raise RequestError(f"prompts[{index}]: {error}") from error
             finished = self._finish(ids, on_progress)
@@ -112,7 +158,12 @@ class LLM:
         Raises `RequestError` at once if it cannot be served. The request runs while any stream or `generate` of
         this LLM is being waited for, and ends early when its stream is closed or no longer referred to.
         """
-        return OutputStream(self, self._add(prompt, params if params is not None else SamplingParams()))
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params: must be SamplingParams, got {params!r}")
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a stream is of one output; start {params.n} streams")
+        return OutputStream(self, self._add(prompt, params)[0])
 
     def close(self) -> None:
         """Free pools and recorded programs. May be called twice."""
@@ -126,11 +177,10 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
-        request_id = str(self._counter)
-        self.engine.add_request(request_id, prompt, params)
+    def _add(self, prompt: Prompt, params: SamplingParams) -> list[str]:
+        ids = self.engine.add_request(str(self._counter), prompt, params)
         self._counter += 1
-        return request_id
+        return ids
 
     def _finish(self, ids: list[str], on_progress: Progress | None) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -225,6 +275,8 @@ def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, list | tuple):
+        raise RequestError(f"params: must be SamplingParams, or a list of them, got {params!r}")
     if len(params) != count:
         raise RequestError(f"params: got {len(params)} for {count} prompts; give one, or one for each prompt")
     return params

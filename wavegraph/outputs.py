@@ -24,15 +24,36 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the model's raw distribution.
+
+    ``rank`` is 0 for the most likely token; ``top`` maps the most likely token ids, as many as were asked for, to
+    their log-probabilities.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A request's output so far: always cumulative, so the last one is the whole.
 
     - ``prompt``: the text that was given, or None if token ids were.
+    - ``index``: which of the ``n`` outputs of its prompt this is.
     - ``token_ids``: generated ids, with the one that ended the request.
-    - ``text``: their text, without special tokens and the token that ended the request. While the request
-      runs, bytes that do not form a whole character yet are held back. None if the checkpoint has no tokenizer.
-    - ``finish_reason``: None while it runs; ``"stop"`` (a stop or end-of-sequence id), ``"length"``
+    - ``text``: their text, without the token that ended the request. While the request runs, bytes that do not
+      form a whole character yet, and what may turn out to begin a stop string, are held back. None if the
+      checkpoint has no tokenizer.
+    - ``finish_reason``: None while it runs; ``"stop"`` (a stop string, stop or end-of-sequence id), ``"length"``
       (``max_tokens`` or ``max_model_len``) or ``"error"``, when the step it was in could not be run.
+    - ``stop_reason``: with ``"stop"``, the string or id that did it.
+    - ``exit_depths``: zero-based depth at which each token left the loop.
+    - ``logprobs``: one entry a token, if asked for. ``prompt_logprobs``: one entry a prompt token, None for the
+      first, if asked for; None until all are known.
+    - ``num_cached_tokens``: prompt tokens that the prefix cache had.
     - ``error``: with ``"error"``, one sentence that says why.
     """
 
@@ -43,12 +64,23 @@ class RequestOutput:
     text: str | None
     finish_reason: str | None
     metrics: RequestMetrics
+    index: int = 0
+    stop_reason: str | int | None = None
+    exit_depths: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0
     error: str | None = None
 
     @property
     def finished(self) -> bool:
         """Whether this is the last output of the request."""
         return self.finish_reason is not None
+
+    @property
+    def mean_loops(self) -> float | None:
+        """Mean number of loops after which its tokens left."""
+        return sum(depth + 1 for depth in self.exit_depths) / len(self.exit_depths) if self.exit_depths else None
 
     def to_dict(self) -> dict[str, Any]:
         """The output as plain JSON types. Times are seconds since the request's arrival."""

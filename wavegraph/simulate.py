@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -43,11 +44,13 @@ def simulate(
     ladder: Ladder | None = None,
     check: bool = False,
     max_steps: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SimulationResult:
     """Run requests of the given prompt lengths, all present at the start, to their end or for ``max_steps``.
 
     Every step's sampled tokens are 0. ``check`` verifies each plan with the independent `Checker` (outside the
-    timed part). Raises `RequestError` for a request that could never be served.
+    timed part). ``progress`` is told ``(rows done, rows in all)`` after each step. Raises `RequestError` for a
+    request that could never be served.
     """
     scheduler = Scheduler(config, ladder)
     checker = Checker(config, ladder) if check else None
@@ -66,25 +69,33 @@ def simulate(
     buffer = np.empty(layout.size, dtype=np.int32)
     seconds: list[float] = []
     spans: list[int] = []
+    total = config.depths * sum(length + max_tokens - 1 for length in prompt_lens)
     while max_steps is None or len(seconds) < max_steps:
         started = time.perf_counter()
         plan = scheduler.plan()
         if plan is None:
             break
-        layout.pack(plan, buffer)
+        parts = layout.parts(plan)
+        for part in range(parts):
+            layout.pack(plan, buffer, part, parts)
         seconds.append(time.perf_counter() - started)
         spans.append(len(plan.tasks))
         if checker:
             checker.check(plan)
         _finish(scheduler, checker, plan)
+        if progress is not None:
+            progress(scheduler.stats.rows, total)
     return _summary(scheduler, seconds, spans)
 
 
 def _finish(scheduler: Scheduler, checker: Checker | None, plan: StepPlan) -> None:
-    updates = scheduler.apply(plan, StepResult(plan.step_id, [0] * len(plan.coda_tasks)))
+    tokens = [0] * len(plan.coda_tasks)
     if checker:
-        checker.complete(plan)
+        checker.complete(plan, tokens)
+    updates = scheduler.apply(plan, StepResult(plan.step_id, tokens))
+    if checker:
         for update in updates:
+            checker.accept(update)
             if update.finish_reason is not None:
                 checker.end(update.request_id)
 

@@ -4,8 +4,11 @@ The ladders are closed: every row count the scheduler's limits allow has a bucke
 ladders' (core: ``1 .. max_num_batched_tokens``; coda: at most one row per live request).
 """
 
+import json
 import logging
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 
 import torch
 
@@ -14,28 +17,37 @@ from wavegraph.capture.buffers import Limits, page_bytes
 from wavegraph.config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MODEL_LEN, EngineConfig
 from wavegraph.errors import ConfigError
 from wavegraph.model.config import OuroConfig
-from wavegraph.scheduler.scheduler import SchedulerConfig
+from wavegraph.model.sampling import PARAMS_WIDTH
+from wavegraph.scheduler.admission import Fcfs, Priority
+from wavegraph.scheduler.config import SchedulerConfig
+from wavegraph.scheduler.order import DecodeFirst, Fifo, Refill, StagePolicy
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What one engine is built to."""
+    """What one engine is built to.
+
+    ``compatibility`` is a digest of what an engine must share with another to take over its requests.
+    """
 
     ladder: Ladder
     coda_ladder: Ladder
     limits: Limits
     scheduler: SchedulerConfig
+    compatibility: str
 
 
-def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype) -> Sizes:
+def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype, *, dense_attention: bool = True) -> Sizes:
     """The sizes of an engine. Raises `ConfigError` for options that this model cannot honour.
+
+    ``dense_attention`` is that of the operators in use: a length that nobody asked for is then kept short.
 
     A request that does not fit the pool, or a batch below ``max_num_seqs``, is no error: it waits, or is refused
     at the door.
     """
-    max_model_len = _wanted_len(config, model)
+    max_model_len = _wanted_len(config, model, dense_attention)
     num_pages = _num_pages(config, max_model_len, page_bytes(model, config.page_size, dtype))
     if config.max_model_len is None:
         max_model_len = min(max_model_len, num_pages * config.page_size)
@@ -45,6 +57,7 @@ def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype) -> Sizes
                 max_model_len,
                 model.max_position_embeddings,
             )
+    _check_memory(config, model, dtype, max_model_len, num_pages)
     scheduler = SchedulerConfig(
         depths=model.total_ut_steps,
         page_size=config.page_size,
@@ -54,9 +67,18 @@ def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype) -> Sizes
         max_num_batched_tokens=config.row_budget,
         prefill_chunk_size=config.prefill_chunk_size,
         wavefront=config.wavefront,
+        fused=config.step_mix == "fused",
+        max_coda_rows=_coda_rows(config),
+        stage_policy=_stage_policy(config),
+        ranking=Priority() if config.admission_order == "priority" else Fcfs(),
+        max_bypass=config.max_bypass,
+        refill=config.refill,
+        prefix_cache=config.prefix_cache,
+        reserve_worst_case=config.admission == "worst_case",
+        swap_pages=config.swap_bytes // page_bytes(model, config.page_size, dtype),
     )
     ladder = Ladder(config.buckets) if config.buckets is not None else Ladder.default(config.row_budget)
-    coda_ladder = Ladder.default(min(config.max_num_seqs, config.row_budget))
+    coda_ladder = Ladder.default(_coda_rows(config))
     limits = Limits(
         max_rows=ladder.max,
         max_coda_rows=coda_ladder.max,
@@ -66,12 +88,29 @@ def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype) -> Sizes
         page_size=config.page_size,
         num_pages=num_pages,
     )
-    return Sizes(ladder, coda_ladder, limits, scheduler)
+    return Sizes(ladder, coda_ladder, limits, scheduler, _compatibility(config, model, dtype))
 
 
-def _wanted_len(config: EngineConfig, model: OuroConfig) -> int:
+def _coda_rows(config: EngineConfig) -> int:
+    """A step draws at most one token for each running request that has a row in it."""
+    return min(config.max_num_seqs, config.row_budget)
+
+
+def _stage_policy(config: EngineConfig) -> StagePolicy:
+    if config.stage_policy == "refill":
+        return Refill(config.max_prefill_steps_before_decode)
+    return Fifo() if config.stage_policy == "fifo" else DecodeFirst(config.max_decode_steps_before_prefill)
+
+
+def _compatibility(config: EngineConfig, model: OuroConfig, dtype: torch.dtype) -> str:
+    facts = {"model": asdict(model), "dtype": str(dtype), "page_size": config.page_size, "kv_layout": config.kv_layout}
+    return sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _wanted_len(config: EngineConfig, model: OuroConfig, dense_attention: bool) -> int:
     if config.max_model_len is None:
-        return min(model.max_position_embeddings, DEFAULT_MODEL_LEN)
+        most = model.max_position_embeddings
+        return min(most, DEFAULT_MODEL_LEN) if dense_attention else most
     if config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings="
@@ -80,13 +119,39 @@ def _wanted_len(config: EngineConfig, model: OuroConfig) -> int:
     return config.max_model_len
 
 
+def memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_memory(
+    config: EngineConfig, model: OuroConfig, dtype: torch.dtype, max_model_len: int, num_pages: int
+) -> None:
+    """Refuse what this machine cannot hold, before any of it is built: the largest parts, each with its options."""
+    memory = memory_bytes()
+    coda = _coda_rows(config)
+    pool = (num_pages + 1) * page_bytes(model, config.page_size, dtype)
+    slot_ints = max_model_len + 1 + -(-max_model_len // config.page_size) + PARAMS_WIDTH
+    tables = (config.max_num_seqs + 1) * slot_ints * torch.int32.itemsize
+    features = 3 * model.hidden_size + 2 * (model.q_size + model.kv_size) + model.intermediate_size
+    step = (config.row_budget * features + coda * model.vocab_size) * dtype.itemsize
+    for what, needed, way_out in (
+        ("the KV pool", pool, "lower num_pages or kv_cache_bytes, or page_size"),
+        ("the tables of requests", tables, "lower max_num_seqs or max_model_len"),
+        ("the buffers of a step", step, "lower max_num_batched_tokens or the largest of buckets, or max_num_seqs"),
+        ("pool, tables and buffers", pool + tables + step, "lower kv_cache_bytes (or num_pages), or max_num_seqs"),
+    ):
+        if needed > memory:
+            raise ConfigError(f"{what} would take {needed} bytes, but this machine has {memory}; {way_out}")
+
+
 def _num_pages(config: EngineConfig, max_model_len: int, bytes_per_page: int) -> int:
     """Pages of the pool: as told, or enough for every request at full length within the default bytes."""
     if config.num_pages is not None:
         return config.num_pages
     enough = config.max_num_seqs * -(-max_model_len // config.page_size)
     if config.kv_cache_bytes is None:
-        return max(1, min(enough, DEFAULT_KV_CACHE_BYTES // bytes_per_page))
+        return max(1, min(enough, min(DEFAULT_KV_CACHE_BYTES, memory_bytes() // 2) // bytes_per_page))
     if config.kv_cache_bytes < bytes_per_page:
         raise ConfigError(
             f"kv_cache_bytes={config.kv_cache_bytes} holds no page: one of page_size={config.page_size} takes "

@@ -52,9 +52,9 @@ class Tokenizer:
         text: str = self._fast.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def stream(self) -> "TextStream":
+    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
         """A decoder for one output, token by token."""
-        return TextStream(self._fast)
+        return TextStream(self._fast, skip_special_tokens)
 
 
 class TextStream:
@@ -64,9 +64,10 @@ class TextStream:
     by bytes that were held back for a character that never came.
     """
 
-    def __init__(self, fast: FastTokenizer) -> None:
+    def __init__(self, fast: FastTokenizer, skip_special_tokens: bool) -> None:
         self._fast = fast
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
         self.text = ""
 
@@ -77,4 +78,4 @@ class TextStream:
 
     def finish(self) -> None:
         """The output is complete: let go of what was held back."""
-        self.text = self._fast.decode(self._ids, skip_special_tokens=True)
+        self.text = self._fast.decode(self._ids, skip_special_tokens=self._skip)

@@ -11,13 +11,15 @@ A program takes nothing, and what it returns is dropped: it reads and writes sta
 never depend on data, and it never waits for the host.
 """
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from wavegraph.capture.static import StaticSet
 from wavegraph.errors import CaptureError
@@ -34,16 +36,28 @@ class Facts:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What a backend makes of a program: ``run`` repeats it, over ``tensors`` whose addresses it holds."""
+
+    run: Program
+    nodes: int = 0
+    bytes: int = 0
+    tensors: Sequence[Tensor] = ()
+
+
 class Recorded:
-    """A program that can be run again."""
+    """A program that can be run again. ``addresses`` is a digest of where all that it touches lay when it was made."""
 
-    __slots__ = ("_run", "_static", "facts", "name")
+    __slots__ = ("_run", "_static", "_tensors", "addresses", "facts", "name")
 
-    def __init__(self, name: str, static: StaticSet, run: Program, facts: Facts) -> None:
+    def __init__(self, name: str, static: StaticSet, recording: Recording, seconds: float) -> None:
         self.name = name
-        self.facts = facts
+        self.facts = Facts(recording.nodes, recording.bytes, seconds)
         self._static = static
-        self._run = run
+        self._run = recording.run
+        self._tensors = tuple(recording.tensors)
+        self.addresses = _addresses(self._tensors)
 
     def replay(self) -> None:
         """Run the program on the present contents of the static tensors.
@@ -53,6 +67,20 @@ class Recorded:
         self._static.check()
         with torch.no_grad():
             self._run()
+
+    def check_addresses(self) -> None:
+        """Raise `CaptureError` if any tensor that a replay touches, intermediates too, lies elsewhere than before."""
+        found = _addresses(self._tensors)
+        if found != self.addresses:
+            raise CaptureError(
+                f"{self.name}: addresses it holds changed since its capture (digest {found}, was {self.addresses}); "
+                "capture again"
+            )
+
+
+def _addresses(tensors: Sequence[Tensor]) -> str:
+    places = [(tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in tensors]
+    return hashlib.sha256(repr(places).encode()).hexdigest()[:16]
 
 
 class Backend(ABC):
@@ -74,13 +102,13 @@ class Backend(ABC):
         static.check()
         started = time.perf_counter()
         with torch.no_grad():
-            run, nodes, nbytes = self._record(program, static, name)
-        return Recorded(name, static, run, Facts(nodes, nbytes, time.perf_counter() - started))
+            recording = self._record(program, static, name)
+        return Recorded(name, static, recording, time.perf_counter() - started)
 
     def freeze(self) -> None:
         """Forbid every later capture."""
         self._frozen = True
 
     @abstractmethod
-    def _record(self, program: Program, static: StaticSet, name: str) -> tuple[Program, int, int]:
-        """What a replay runs, its operator calls, and the bytes of its intermediates."""
+    def _record(self, program: Program, static: StaticSet, name: str) -> Recording:
+        """Run the program once, and make of it what a replay runs."""

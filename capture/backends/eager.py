@@ -1,6 +1,6 @@
 """The `eager` backend: keeps the program and runs it each time. The reference for all others."""
 
-from wavegraph.capture.backends.base import Backend, Program
+from wavegraph.capture.backends.base import Backend, Program, Recording
 from wavegraph.capture.static import StaticSet
 
 
@@ -9,6 +9,6 @@ class EagerBackend(Backend):
 
     name = "eager"
 
-    def _record(self, program: Program, static: StaticSet, name: str) -> tuple[Program, int, int]:
+    def _record(self, program: Program, static: StaticSet, name: str) -> Recording:
         program()
-        return program, 0, 0
+        return Recording(program)

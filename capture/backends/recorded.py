@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wavegraph.capture.backends.base import Backend, Program
+from wavegraph.capture.backends.base import Backend, Program, Recording
 from wavegraph.capture.backends.lowering import lower
 from wavegraph.capture.backends.tape import StorageUse, Tape, TensorRef, record
 from wavegraph.capture.static import StaticSet
@@ -28,7 +28,7 @@ class RecordedBackend(Backend):
         super().__init__()
         self.arena = torch.empty(0, dtype=torch.uint8)
 
-    def _record(self, program: Program, static: StaticSet, name: str) -> tuple[Program, int, int]:
+    def _record(self, program: Program, static: StaticSet, name: str) -> Recording:
         tape = record(program, static, name)
         offsets, nbytes = plan_arena(tape.storages)
         if nbytes > self.arena.numel():
@@ -41,7 +41,7 @@ class RecordedBackend(Backend):
             for call in calls:
                 call()
 
-        return run, len(calls), nbytes
+        return Recording(run, len(calls), nbytes, binder.tensors)
 
 
 def plan_arena(storages: Sequence[StorageUse]) -> tuple[list[int], int]:
@@ -80,6 +80,11 @@ class _Binder:
             for use, offset in zip(tape.storages, offsets, strict=True)
         ]
         self._made: dict[TensorRef, Tensor] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors made so far."""
+        return list(self._made.values())
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, list):

@@ -1,11 +1,12 @@
 """Backends by name."""
 
 from wavegraph.capture.backends.base import Backend
+from wavegraph.capture.backends.compiled import CompiledBackend
 from wavegraph.capture.backends.eager import EagerBackend
 from wavegraph.capture.backends.recorded import RecordedBackend
 from wavegraph.errors import ConfigError
 
-_BACKENDS: tuple[type[Backend], ...] = (EagerBackend, RecordedBackend)
+_BACKENDS: tuple[type[Backend], ...] = (CompiledBackend, RecordedBackend, EagerBackend)
 
 
 def create_backend(name: str) -> Backend:

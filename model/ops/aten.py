@@ -9,15 +9,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from wavegraph.model.io import Pools, StepIO
+from wavegraph.model.ops.aten_sampling import AtenSampling, pages_of
 
 # Most elements of keys gathered at once: bounds temporary memory, whatever the row count and context.
 _GATHER_LIMIT = 1 << 23
 
 
-class AtenOps:
+class AtenOps(AtenSampling):
     """`wavegraph.model.ops.base.Ops` in ATen operators. Weights are used as they are (no packing)."""
 
     name = "aten"
+    dense_attention = True
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """The weight itself."""
@@ -27,11 +29,14 @@ class AtenOps:
         """The weight itself."""
         return weight
 
-    def prepare(self, io: StepIO, pools: Pools, rows: int) -> None:
-        """Apply table updates, then expand spans: row r belongs to the first span that ends beyond r."""
+    def update_tables(self, io: StepIO) -> None:
+        """Store all entries; those not in use go to scratch."""
         io.token_table.index_put_((io.token_slot.long(), io.token_pos.long()), io.token_id)
         io.page_table.index_put_((io.page_slot.long(), io.page_index.long()), io.page_id)
+        io.params.index_put_((io.param_slot.long(),), io.param_rows)
 
+    def prepare(self, io: StepIO, pools: Pools, rows: int) -> None:
+        """Row r belongs to the first span that ends beyond r."""
         ends = io.span_count.cumsum(0)
         row = torch.arange(rows, device=ends.device)
         live = row < ends[-1]
@@ -44,7 +49,7 @@ class AtenOps:
         io.row_slot[:rows].copy_(slot)
         io.row_pos[:rows].copy_(pos)
         io.row_depth[:rows].copy_(torch.where(live, io.span_depth[span], 0))
-        io.row_page[:rows].copy_(_pages_of(io, pools, slot, pos))
+        io.row_page[:rows].copy_(pages_of(io, pools, slot, pos))
         io.row_offset[:rows].copy_(pos % pools.page_size)
 
     def gather(self, out: Tensor, io: StepIO, pools: Pools, embedding: Tensor, rows: int) -> None:
@@ -112,26 +117,17 @@ class AtenOps:
     def scatter_gate(
         self, h: Tensor, io: StepIO, pools: Pools, gate_weight: Tensor, gate_bias: Tensor, rows: int
     ) -> None:
-        """Store hidden rows. The gate is a float32 dot per row: its bits do not depend on the batch."""
+        """The gate is a float32 dot per row: its bits do not depend on the batch."""
         state = h[:rows]
-        pools.hidden.index_put_((io.row_page[:rows].long(), io.row_offset[:rows].long()), state)
+        page, offset = io.row_page[:rows].long(), io.row_offset[:rows].long()
+        pools.hidden.index_put_((page, offset), state)
         logit = (state.float() * gate_weight.float()).sum(dim=1) + gate_bias.float()
-        io.gate_logits[:rows].copy_(logit.to(h.dtype))
+        pools.gate.index_put_((page, offset, io.row_depth[:rows].long()), logit.to(h.dtype).float())
 
     def coda_gather(self, out: Tensor, io: StepIO, pools: Pools, rows: int) -> None:
         """out = hidden rows of the coda positions."""
         slot, pos = io.coda_slot[:rows].long(), io.coda_pos[:rows].long()
-        out[:rows].copy_(pools.hidden[_pages_of(io, pools, slot, pos), pos % pools.page_size])
-
-    def sample(self, io: StepIO, rows: int) -> None:
-        """Greedy: the first of the largest logits."""
-        token = io.logits[:rows].argmax(dim=1).int()
-        io.coda_token[:rows].copy_(token)
-        io.token_table.index_put_((io.coda_slot[:rows].long(), io.coda_pos[:rows].long() + 1), token)
-
-
-def _pages_of(io: StepIO, pools: Pools, slot: Tensor, pos: Tensor) -> Tensor:
-    return io.page_table[slot, pos.div(pools.page_size, rounding_mode="floor")].long()
+        out[:rows].copy_(pools.hidden[pages_of(io, pools, slot, pos), pos % pools.page_size])
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
@@ -150,7 +146,7 @@ def _prefix(io: StepIO, pools: Pools, layer: int, span: slice, context: int) -> 
     pos = io.row_pos[span].long().unsqueeze(1)
     place = torch.arange(context, device=pos.device)
     seen = torch.minimum(place, pos)
-    page = _pages_of(io, pools, io.row_slot[span].long().unsqueeze(1), seen)
+    page = pages_of(io, pools, io.row_slot[span].long().unsqueeze(1), seen)
     plane = (page * depths + io.row_depth[span].unsqueeze(1)) * layers + layer
     token = plane * page_size + seen % page_size
     heads = token.unsqueeze(1) * kv_heads + torch.arange(kv_heads, device=pos.device).unsqueeze(1)

@@ -21,6 +21,8 @@ class Ops(Protocol):
     """One implementation of the operators. ``layer`` is 0-based; ``eps`` the config's ``rms_norm_eps``."""
 
     name: str
+    dense_attention: bool
+    """Whether each row of `attention` costs as much as the longest context would."""
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """Bring a linear weight ``[out, in]`` into the layout `linear` wants (once, after loading)."""
@@ -30,8 +32,12 @@ class Ops(Protocol):
         """Bring the stacked gate and up weights ``[2 I, H]`` into the layout `linear_silu_mul` wants."""
         ...
 
+    def update_tables(self, io: StepIO) -> None:
+        """Store the step's token, page and parameter updates in the device tables."""
+        ...
+
     def prepare(self, io: StepIO, pools: Pools, rows: int) -> None:
-        """Apply token and page updates to the device tables, then expand spans to the row fields."""
+        """Expand spans to the row fields."""
         ...
 
     def gather(self, out: Tensor, io: StepIO, pools: Pools, embedding: Tensor, rows: int) -> None:
@@ -79,9 +85,9 @@ class Ops(Protocol):
     def scatter_gate(
         self, h: Tensor, io: StepIO, pools: Pools, gate_weight: Tensor, gate_bias: Tensor, rows: int
     ) -> None:
-        """Store each row of ``h [B, H]`` in the hidden pool; gate_logits = h . gate_weight + gate_bias.
+        """Store each row of ``h [B, H]`` in the hidden pool, and its gate logit at its depth in the gate pool.
 
-        The logit is rounded to the model dtype before it is stored as float32. gate_weight [H], gate_bias [1].
+        logit = h . gate_weight + gate_bias, rounded to the model dtype. gate_weight [H], gate_bias [1].
         """
         ...
 
@@ -89,6 +95,33 @@ class Ops(Protocol):
         """out [C, H] = hidden row of (coda_slot, coda_pos)."""
         ...
 
-    def sample(self, io: StepIO, rows: int) -> None:
-        """coda_token = argmax(logits), first index on ties; stored in token_table at coda_pos + 1."""
+    def leave(self, io: StepIO, pools: Pools, rows: int) -> None:
+        """coda_left = 1 for ``SAMPLE`` rows and for ``GATE`` rows that the exit rule lets go, else 0.
+
+        The rule, in float32, over the position's gate logits of depths ``0..coda_depth``: the chance to leave at
+        depth j is ``lam_j * prod(1 - lam_i for i < j)``, lam the sigmoid; a row leaves if the sum of these reaches
+        its request's ``EXIT_THRESHOLD``. At the last depth it always leaves. Gates of deeper depths are not read.
+        """
+        ...
+
+    def draw_greedy(self, io: StepIO, rows: int) -> None:
+        """Rows with coda_left: coda_token = argmax(logits), first index on ties, and token_table[pos + 1] = it.
+
+        Others: coda_token = -1; what they store goes to the scratch request.
+        """
+        ...
+
+    def draw(self, io: StepIO, rows: int) -> None:
+        """As `draw_greedy`, by each request's own parameters; `wavegraph.model.sampling` defines the order."""
+        ...
+
+    def score(self, io: StepIO, rows: int) -> None:
+        """coda_logprob, coda_rank, top_ids, top_logprobs, from raw logits in float32. Runs after `draw`."""
+        ...
+
+    def copy_exits(self, io: StepIO, pools: Pools, rows: int) -> None:
+        """Copy K and V of plane coda_depth, all layers, into all deeper planes of the same position.
+
+        Only for rows with coda_left or of action ``REPLAY``, whose request has ``EXIT_COPY``. All else writes scratch.
+        """
         ...

@@ -1,7 +1,7 @@
 """Runs prompts through an executor by hand-made steps: no scheduler, and every step can be looked at."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -12,12 +12,17 @@ from wavegraph.capture.buffers import Limits
 from wavegraph.capture.executor import Executor
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.aten import AtenOps
+from wavegraph.model.ops.cpu import CpuOps
+from wavegraph.model.sampling import Action
 from wavegraph.model.weights import Model, model_from_tensors, random_weights
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 Span = tuple[int, int, int, int]
 """Slot, start, count, depth."""
+
+CodaRow = tuple[int, int] | tuple[int, int, int, Action]
+"""Slot and position; depth and action too, unless they are the last depth and SAMPLE."""
 
 
 def tiny_config(**changes: object) -> OuroConfig:
@@ -42,9 +47,12 @@ def tiny_config(**changes: object) -> OuroConfig:
     return OuroConfig.from_dict(fields | changes)
 
 
-def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> Model:
-    config = tiny_config(**changes)
-    return model_from_tensors(config, dict(random_weights(config, seed, dtype)), ops=AtenOps(), dtype=dtype)
+def tiny_model(
+    backend: str = "recorded", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object
+) -> Model:
+    """A random model over the operators that ``backend`` runs."""
+    config, ops = tiny_config(**changes), CpuOps() if backend == "compiled" else AtenOps()
+    return model_from_tensors(config, dict(random_weights(config, seed, dtype)), ops=ops, dtype=dtype)
 
 
 def make_executor(
@@ -57,10 +65,12 @@ def make_executor(
     page_size: int = 4,
     max_in_flight: int = 4,
     max_model_len: int = 32,
+    max_num_seqs: int = 3,
+    asynchronous: bool = False,
 ) -> Executor:
-    """A captured executor for three requests."""
+    """A captured executor."""
     limits = Limits(
-        max_num_seqs=3,
+        max_num_seqs=max_num_seqs,
         max_spans=max(ladder),
         max_rows=max(ladder),
         max_coda_rows=max(coda_ladder),
@@ -68,7 +78,15 @@ def make_executor(
         page_size=page_size,
         num_pages=num_pages,
     )
-    executor = Executor(model, limits, Ladder(ladder), Ladder(coda_ladder), backend, max_in_flight=max_in_flight)
+    executor = Executor(
+        model,
+        limits,
+        Ladder(ladder),
+        Ladder(coda_ladder),
+        backend,
+        max_in_flight=max_in_flight,
+        asynchronous=asynchronous,
+    )
     executor.capture()
     return executor
 
@@ -89,9 +107,17 @@ class Step:
     page_slot: list[int] = field(default_factory=list)
     page_index: list[int] = field(default_factory=list)
     page_id: list[int] = field(default_factory=list)
+    param_slot: list[int] = field(default_factory=list)
+    param_row: list[Sequence[int]] = field(default_factory=list)
     coda_slot: list[int] = field(default_factory=list)
     coda_pos: list[int] = field(default_factory=list)
+    coda_depth: list[int] = field(default_factory=list)
+    coda_action: list[int] = field(default_factory=list)
     coda_bucket: int = 0
+    coda_features: int = 0
+    swap_out: list[tuple[int, list[int]]] = field(default_factory=list)
+    swap_in: list[tuple[int, list[int]]] = field(default_factory=list)
+    swap_drop: list[int] = field(default_factory=list)
 
     @property
     def spans(self) -> list[Span]:
@@ -100,18 +126,20 @@ class Step:
 
 @dataclass
 class Request:
-    """A slot's tokens (prompt and generated), pages, and positions done at each depth."""
+    """A slot's tokens (prompt and generated), pages, positions done at each depth, parameters not yet sent."""
 
     tokens: list[int]
     frontier: list[int]
     prompt_len: int
+    params: Sequence[int] | None = None
     pages: list[int] = field(default_factory=list)
 
 
 class Driver:
     """Requests by slot, pages by free list, and what came out of each step.
 
-    ``gates`` is keyed by (slot, position, depth), ``logits`` by (slot, position).
+    ``gates`` is keyed by (slot, position, depth), ``logits`` by (slot, position). ``features`` go into each step with
+    coda rows.
     """
 
     def __init__(self, executor: Executor, free_pages: Sequence[int] | None = None) -> None:
@@ -122,11 +150,12 @@ class Driver:
         self.gates: dict[tuple[int, int, int], Tensor] = {}
         self.logits: dict[tuple[int, int], Tensor] = {}
         self.before_submit: Callable[[Step], None] = lambda step: None
+        self.features = 0
 
-    def add(self, slot: int, prompt: Sequence[int]) -> None:
-        self.requests[slot] = Request(list(prompt), [0] * self.depths, len(prompt))
+    def add(self, slot: int, prompt: Sequence[int], params: Sequence[int] = ()) -> None:
+        self.requests[slot] = Request(list(prompt), [0] * self.depths, len(prompt), params)
 
-    def make_step(self, spans: Sequence[Span], coda: Sequence[tuple[int, int]] = (), bucket: int | None = None) -> Step:
+    def make_step(self, spans: Sequence[Span], coda: Sequence[CodaRow] = (), bucket: int | None = None) -> Step:
         """A step of ``spans`` and coda rows, with the table updates that these need. Frontiers stay as they are."""
         step = Step(rows=sum(count for _, _, count, _ in spans))
         for slot, start, count, depth in spans:
@@ -136,12 +165,16 @@ class Driver:
             step.span_depth.append(depth)
             if depth == 0:
                 self._prepare(step, slot, start, start + count)
-        for slot, pos in coda:
+        for row in coda:
+            slot, pos, depth, action = row if len(row) == 4 else (*row, self.depths - 1, Action.SAMPLE)
             step.coda_slot.append(slot)
             step.coda_pos.append(pos)
+            step.coda_depth.append(depth)
+            step.coda_action.append(action)
         if step.rows:
             step.bucket = self.executor.core.bucket(step.rows) if bucket is None else bucket
         if coda:
+            step.coda_features = self.features
             step.coda_bucket = self.executor.coda.bucket(len(coda))
         return step
 
@@ -149,11 +182,11 @@ class Driver:
         """Submit, poll, note outputs, advance frontiers, and append tokens sampled at a request's end."""
         self.before_submit(step)
         tokens = self.executor.poll(self.executor.submit(step)).tokens
-        row = 0
+        pools = self.executor.pools
         for slot, start, count, depth in step.spans:
             for pos in range(start, start + count):
-                self.gates[slot, pos, depth] = self.executor.io.gate_logits[row].clone()
-                row += 1
+                page = self.requests[slot].pages[pos // pools.page_size]
+                self.gates[slot, pos, depth] = pools.gate[page, pos % pools.page_size, depth].clone()
             self.requests[slot].frontier[depth] = start + count
         for at, (slot, pos) in enumerate(zip(step.coda_slot, step.coda_pos, strict=True)):
             self.logits[slot, pos] = self.executor.io.logits[at].clone()
@@ -191,6 +224,15 @@ class Driver:
                     self.finish(slot)
         return generated
 
+    def move_in(self, step: Step, slot: int, key: int, pages: list[int]) -> None:
+        """Let ``step`` bring a slot's request back from the host under ``key``, into ``pages``."""
+        request = self.requests[slot]
+        request.pages = pages
+        step.swap_in.append((key, pages))
+        step.page_slot += [slot] * len(pages)
+        step.page_index += range(len(pages))
+        step.page_id += pages
+
     def finish(self, slot: int) -> None:
         """Give the slot and its pages back."""
         self.free.extend(self.requests.pop(slot).pages)
@@ -206,21 +248,26 @@ class Driver:
         return kv, kv[:, 0]
 
     def poison(self) -> None:
-        """NaN wherever no live value is: scratch page, free pages, tails of live pages, all intermediates."""
+        """NaN wherever no live value is: scratch page, free pages, tails of live pages, intermediates, outputs."""
         kv, hidden = self.written()
         pools = self.executor.pools
         for pool in (pools.k, pools.v):
             pool.permute(0, 1, 3, 2, 4, 5)[~kv] = torch.nan
         pools.hidden[~hidden] = torch.nan
-        work = self.executor.work
-        for tensor in (work.x, work.normed, work.branch, work.qkv, work.attn, work.mlp, work.coda_x):
+        pools.gate.transpose(1, 2)[~kv] = torch.nan
+        work, io = self.executor.work, self.executor.io
+        for tensor in (*(getattr(work, entry.name) for entry in fields(work)), io.logits):
             tensor.fill_(torch.nan)
-        self.executor.io.gate_logits.fill_(torch.nan)
-        self.executor.io.logits.fill_(torch.nan)
+        for tensor in (io.coda_left, io.coda_token, io.coda_logprob, io.coda_rank, io.top_ids, io.top_logprobs):
+            tensor.view(torch.int32).fill_(-1)
 
     def _prepare(self, step: Step, slot: int, start: int, end: int) -> None:
-        """Token and page updates for positions that run for the first time."""
+        """Updates for positions that run for the first time: tokens and pages, and first of all parameters."""
         request = self.requests[slot]
+        if request.params is not None:
+            step.param_slot.append(slot)
+            step.param_row.append(request.params)
+            request.params = None
         for pos in range(start, min(end, request.prompt_len)):
             step.token_slot.append(slot)
             step.token_pos.append(pos)

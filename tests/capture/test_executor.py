@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 from tests.capture.driver import GOLDENS, Driver, Step, make_executor, tiny_model
 from tests.capture.verify import assert_same_bits, bits
 from wavegraph.buckets.ladder import Ladder
-from wavegraph.capture.buffers import HostRing, Limits, page_bytes, pool_bytes
+from wavegraph.capture.buffers import Limits, page_bytes, pool_bytes
 from wavegraph.capture.executor import Executor
 from wavegraph.capture.metadata import HEADER_FIELDS, StepLayout
+from wavegraph.capture.ring import HostRing
 from wavegraph.errors import CaptureError, ConfigError, EngineError
 from wavegraph.model.loading import load_model
 from wavegraph.model.ops.aten import AtenOps
+from wavegraph.model.sampling import Column, encode_params
 
 LADDER = (1, 2, 4, 8)
+POOLS = ("k", "v", "hidden", "gate")
 PROMPTS = {0: [3, 9, 27, 11, 60, 2, 5], 2: [8, 8, 1], 1: [50, 40, 30, 20, 10, 5, 4, 3, 2, 1]}
 
 
@@ -27,7 +30,7 @@ def driver_of(executor: Executor) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("backend", ["eager", "recorded"])
+@pytest.mark.parametrize("backend", ["eager", "recorded", "compiled"])
 @pytest.mark.parametrize("golden", ["tiny", "tiny_gqa", "tiny_hd32"])
 @pytest.mark.parametrize(("chunk", "budget"), [(3, 8), (5, 16)])
 def test_goldens(golden: str, backend: str, chunk: int, budget: int) -> None:
@@ -52,17 +55,20 @@ def test_goldens(golden: str, backend: str, chunk: int, budget: int) -> None:
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(
+    st.sampled_from(["recorded", "compiled"]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([{}, {"num_key_value_heads": 4}, {"total_ut_steps": 1}, {"head_dim": 6, "num_hidden_layers": 1}]),
     st.integers(1, 8),
     st.integers(1, 8),
 )
-def test_recorded_equals_eager(dtype: torch.dtype, changes: dict[str, object], chunk: int, budget: int) -> None:
+def test_replays_equal_eager(
+    backend: str, dtype: torch.dtype, changes: dict[str, object], chunk: int, budget: int
+) -> None:
     """Every output and the whole pools, bit for bit, after every step at its bucket."""
-    model = tiny_model(dtype, **changes)
-    drivers = [driver_of(make_executor(model, backend)) for backend in ("eager", "recorded")]
+    model = tiny_model(backend, dtype, **changes)
+    drivers = [driver_of(make_executor(model, each)) for each in ("eager", backend)]
     while spans := drivers[0].ready(chunk, budget):
         assert spans == drivers[1].ready(chunk, budget)
         coda = [(s, p + n - 1) for s, p, n, d in spans if d == drivers[0].depths - 1 and p + n == len(PROMPTS[s])]
@@ -72,32 +78,31 @@ def test_recorded_equals_eager(dtype: torch.dtype, changes: dict[str, object], c
             for driver in drivers:
                 driver.finish(slot)
         eager, recorded = (driver.executor for driver in drivers)
-        assert_same_bits(recorded.io.gate_logits, eager.io.gate_logits, "gate_logits")
         assert_same_bits(recorded.io.logits, eager.io.logits, "logits")
-        for pool in ("k", "v", "hidden"):
+        for pool in POOLS:
             assert_same_bits(getattr(recorded.pools, pool), getattr(eager.pools, pool), pool)
     assert drivers[1].executor.stats.core.hits.keys() <= set(LADDER)
 
 
+@pytest.mark.parametrize("backend", ["recorded", "compiled"])
 @pytest.mark.parametrize("bucket", LADDER)
-def test_recorded_equals_eager_at_every_bucket_and_fill(bucket: int) -> None:
-    model = tiny_model()
-    drivers = [driver_of(make_executor(model, backend)) for backend in ("eager", "recorded")]
+def test_replays_equal_eager_at_every_bucket_and_fill(bucket: int, backend: str) -> None:
+    model = tiny_model(backend)
+    drivers = [driver_of(make_executor(model, each)) for each in ("eager", backend)]
     for rows in range(1, bucket + 1):
         for driver in drivers:
             driver.requests[1].frontier = [0] * driver.depths
             driver.run(driver.make_step([(1, 0, rows, 0)], bucket=bucket))
             driver.run(driver.make_step([(1, 0, rows, 1)], bucket=bucket))
         eager, recorded = (driver.executor for driver in drivers)
-        for pool in ("k", "v", "hidden"):
+        for pool in POOLS:
             assert_same_bits(getattr(recorded.pools, pool), getattr(eager.pools, pool), f"{pool}, {rows} rows")
-        assert_same_bits(recorded.io.gate_logits[:rows], eager.io.gate_logits[:rows], "gates")
 
 
-@pytest.mark.parametrize("backend", ["eager", "recorded"])
+@pytest.mark.parametrize("backend", ["eager", "recorded", "compiled"])
 def test_schedules_agree(backend: str) -> None:
     """The same tokens one row at a time and as a wavefront, alone and in company."""
-    executor = make_executor(tiny_model(), backend)
+    executor = make_executor(tiny_model(backend), backend)
     together = driver_of(executor).generate(6, chunk=3, budget=8)
     for slot, prompt in PROMPTS.items():
         driver = Driver(executor)
@@ -113,7 +118,7 @@ def test_progress_counts_every_bucket() -> None:
     executor = Executor(model, limits, Ladder(LADDER), Ladder([1, 2]), "recorded")
     seen: list[tuple[int, int]] = []
     executor.capture(lambda done, total: seen.append((done, total)))
-    assert seen == [(done, 6) for done in range(1, 7)]
+    assert seen == [(done, 11) for done in range(1, 12)], "4 of core, 2 of each program over coda rows, 1 of tables"
     assert list(executor.core.facts) == [8, 4, 2, 1], "the largest first"
     assert all(facts.nodes > 0 and facts.bytes > 0 for facts in executor.core.facts.values())
     with pytest.raises(CaptureError, match="forbidden"):
@@ -147,6 +152,16 @@ SPAN_FIELDS = ("span_slot", "span_start", "span_count", "span_depth")
 NO_SPANS: dict[str, object] = {"rows": 0} | {name: [] for name in SPAN_FIELDS}
 A_PAGE: dict[str, object] = {"page_slot": [0], "page_index": [0], "page_id": [0]}
 A_TOKEN: dict[str, object] = {"token_slot": [0], "token_pos": [0], "token_id": [0]}
+A_CODA: dict[str, object] = {
+    "coda_slot": [0], "coda_pos": [0], "coda_depth": [0], "coda_action": [0], "coda_bucket": 1
+}  # fmt: skip
+
+
+def some_params(column: int, value: int) -> dict[str, object]:
+    row = list(encode_params())
+    row[column] = value
+    return {"param_slot": [0], "param_row": [row]}
+
 
 BAD_STEPS: dict[str, tuple[dict[str, object], str]] = {
     "slot -1": ({"span_slot": [-1]}, r"span_slot\[0\]: -1 is outside 0\.\.3"),
@@ -165,10 +180,22 @@ BAD_STEPS: dict[str, tuple[dict[str, object], str]] = {
     "float": ({"span_start": [0.5]}, "span_start: a value is not a 32-bit integer"),
     "bucket not recorded": ({"bucket": 3}, r"core: bucket 3 was not recorded; use one of \[1, 2, 4, 8\]"),
     "bucket too small": ({"bucket": 1}, "core: 2 rows do not fit bucket 1"),
-    "coda position": ({"coda_slot": [0], "coda_pos": [32], "coda_bucket": 1}, r"coda_pos\[0\]: 32 is outside 0\.\.31"),
-    "coda bucket": ({"coda_slot": [0], "coda_pos": [0]}, "coda: bucket 0 was not recorded"),
-    "updates without rows": (NO_SPANS | A_PAGE, "has table updates but no rows"),
-    "empty": (NO_SPANS, "neither rows nor coda rows"),
+    "coda position": (A_CODA | {"coda_pos": [32]}, r"coda_pos\[0\]: 32 is outside 0\.\.31"),
+    "coda depth": (A_CODA | {"coda_depth": [3]}, r"coda_depth\[0\]: 3 is outside 0\.\.2"),
+    "coda action": (A_CODA | {"coda_action": [4]}, r"coda_action\[0\]: 4 is outside 0\.\.3"),
+    "coda bucket": (A_CODA | {"coda_bucket": 0}, "coda: bucket 0 was not recorded"),
+    "full coda bucket": (A_CODA | {"coda_bucket": 9, "coda_features": 1}, "coda_full: bucket 9 was not recorded"),
+    "params slot": ({"param_slot": [4], "param_row": [()]}, r"param_slot\[0\]: 4 is outside 0\.\.3"),
+    "params width": ({"param_slot": [0], "param_row": [(1, 2)]}, r"param_row\[0\]: has 2 entries, not \d+"),
+    "params value": (some_params(0, 2**31), r"param_row\[0\]: a value is not a 32-bit integer"),
+    "stop id": (some_params(Column.STOP_IDS + 3, 64), r"param_rows\[0, column 19\]: 64 is outside 0\.\.63"),
+    "bias id": (some_params(Column.BIAS_IDS, -1), r"param_rows\[0, column 32\]: -1 is outside 0\.\.63"),
+    "bias count": (some_params(Column.BIAS_COUNT, 65), r"column 7\]: 65 is outside 0\.\.64"),
+    "prompt length": (some_params(Column.PROMPT_LEN, 33), r"column 2\]: 33 is outside 0\.\.32"),
+    "swap of the scratch page": ({"swap_out": [(1, [0, 24])]}, r"swap_out: page 24 of key 1 is outside 0\.\.23"),
+    "swap of page -1": ({"swap_out": [(1, [-1])]}, r"swap_out: page -1 of key 1 is outside"),
+    "swap in of nothing": ({"swap_in": [(7, [0])]}, "swap_in: key 7 is not on the host"),
+    "empty": (NO_SPANS, "neither rows, coda rows, updates nor swaps"),
 }  # fmt: skip
 
 
@@ -178,7 +205,7 @@ def test_bad_step_is_refused_before_launch(case: str) -> None:
     executor = make_executor(tiny_model(), "eager", max_in_flight=1)
     driver = driver_of(executor)
     driver.run(driver.make_step([(0, 0, 2, 0)]))
-    state = [*vars_of(executor.io), executor.pools.k, executor.pools.v, executor.pools.hidden]
+    state = [*vars_of(executor.io), *vars_of(executor.pools)]
     before = [bits(tensor) for tensor in state]
     good: dict[str, object] = {
         "rows": 2, "bucket": 2, "span_slot": [0], "span_start": [0], "span_count": [2], "span_depth": [1]
@@ -236,9 +263,9 @@ def test_submit_before_capture_is_refused() -> None:
 
 
 def test_pool_bytes_are_those_allocated() -> None:
-    executor = make_executor(tiny_model(torch.bfloat16), "eager")
+    executor = make_executor(tiny_model(dtype=torch.bfloat16), "eager")
     pools, limits = executor.pools, executor.limits
-    allocated = sum(pool.numel() * pool.element_size() for pool in (pools.k, pools.v, pools.hidden))
+    allocated = sum(pool.numel() * pool.element_size() for pool in vars_of(pools))
     config = tiny_model().config
     assert executor.pool_bytes == allocated == pool_bytes(config, limits, torch.bfloat16)
     assert page_bytes(config, limits.page_size, torch.bfloat16) * (limits.num_pages + 1) == allocated
@@ -259,7 +286,7 @@ def test_layout_sections_neither_overlap_nor_leave_gaps() -> None:
     ranges = list(layout.offsets.values())
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
     assert ranges[-1][1] == layout.size == layout.template.size
-    assert len(HEADER_FIELDS) == 5
+    assert len(HEADER_FIELDS) == 6
     spans = {"span_slot": [4], "span_start": [2], "span_count": [1], "span_depth": [3]}
     step = Step(rows=1, **spans, page_slot=[1], page_index=[2], page_id=[3])
     out = np.full(layout.size, -7, dtype=np.int32)
@@ -272,7 +299,7 @@ def test_layout_sections_neither_overlap_nor_leave_gaps() -> None:
 
 def test_ring_hands_out_the_slot_that_was_free_longest() -> None:
     layout = StepLayout(max_rows=2, max_coda_rows=2, max_spans=2, scratch_slot=1, scratch_page=1)
-    ring = HostRing(2, layout, pinned=False)
+    ring = HostRing(2, layout, 64, pinned=False)
     first, second = ring.take(), ring.take()
     assert ring.in_flight == 2
     ring.give(second)

@@ -1,11 +1,11 @@
-"""Counts tokens that differed only because two logits were a rounding apart; expected: none."""
+"""Counts tokens that differed only because two logits were a rounding apart; the summary shows them."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-NEAR_TIES = "near_ties"
+from tests.conftest import NEAR_TIES
 
 
 @pytest.fixture(autouse=True)
@@ -24,18 +24,3 @@ def count_near_ties(record_property: Callable[[str, object], None]) -> Callable[
         record_property(NEAR_TIES, ties)
 
     return count
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    counts = [
-        value
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for name, value in report.user_properties
-        if name == NEAR_TIES
-    ]
-    if counts:
-        terminalreporter.write_line(
-            f"goldens: {len(counts)} generations compared, {sum(counts)} parted at a near tie (expected: 0)"
-        )

@@ -62,8 +62,10 @@ class Seen:
 class Recorder:
     """Runs requests on a fresh engine and keeps what every row and coda row left behind."""
 
-    def __init__(self, checkpoint: str, config: EngineConfig, backend: str, *, poisoned: bool = False) -> None:
-        self.engine = build_engine(GOLDENS / checkpoint, config, dtype="float32", backend=backend)
+    def __init__(
+        self, checkpoint: str, config: EngineConfig, backend: str, *, poisoned: bool = False, dtype: str = "float32"
+    ) -> None:
+        self.engine = build_engine(GOLDENS / checkpoint, config, dtype=dtype, backend=backend)
         if poisoned:  # every page, the scratch page too; what a request has not written must not matter
             for pool in (self.engine.executor.pools.k, self.engine.executor.pools.v, self.engine.executor.pools.hidden):
                 pool.fill_(float("nan"))
@@ -95,7 +97,6 @@ class Recorder:
         assert plan is not None
         io, pools = self.engine.executor.io, self.engine.executor.pools
         size = pools.page_size
-        row = 0
         for task in plan.tasks:
             for position in range(task.token_start, task.token_end):
                 page = task.pages[position // size - task.token_start // size]
@@ -104,11 +105,10 @@ class Recorder:
                 assert key not in self._rows, f"{key} ran twice"
                 self._rows[key] = (
                     _copy(pools.hidden[page, offset]),
-                    float(io.gate_logits[row]),
+                    float(pools.gate[page, offset, task.depth]),
                     _copy(pools.k[page, task.depth, :, offset]),
                     _copy(pools.v[page, task.depth, :, offset]),
                 )
-                row += 1
         for index, task in enumerate(plan.coda_tasks):
             self._logits.setdefault(task.request_id, []).append(_copy(io.logits[index]))
 

@@ -8,29 +8,41 @@ from torch import Tensor
 from tests.capture.driver import Driver, Step, make_executor, tiny_model
 from tests.capture.verify import assert_same_bits, bits
 from wavegraph.capture.executor import Executor
+from wavegraph.capture.metadata import FEATURE_COPY_KV
 from wavegraph.errors import CaptureError, EngineError
+from wavegraph.model.sampling import FEATURE_SAMPLER, PARAMS_WIDTH, Action, encode_params
 
-BACKENDS = ["eager", "recorded"]
+BACKENDS = ["eager", "recorded", "compiled"]
 PROMPT = [3, 9, 27, 11, 60, 2, 5]
 
 
 def pools_of(executor: Executor) -> dict[str, Tensor]:
     pools = executor.pools
-    return {"k": pools.k, "v": pools.v, "hidden": pools.hidden}
+    return {"k": pools.k, "v": pools.v, "hidden": pools.hidden, "gate": pools.gate}
+
+
+def tables_of(executor: Executor) -> tuple[Tensor, ...]:
+    return executor.io.token_table, executor.io.page_table, executor.io.params
 
 
 def live_values(driver: Driver) -> dict[str, Tensor]:
-    """Every KV and hidden row that some request owns and has computed."""
+    """Every KV, hidden row and gate that some request owns and has computed."""
     kv, hidden = driver.written()
     pools = driver.executor.pools
     values = {name: getattr(pools, name).permute(0, 1, 3, 2, 4, 5)[kv] for name in ("k", "v")}
-    return values | {"hidden": pools.hidden[hidden]}
+    return values | {"hidden": pools.hidden[hidden], "gate": pools.gate.transpose(1, 2)[kv]}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("field", ["span_slot", "page_slot", "page_index", "page_id", "token_slot", "coda_slot"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "span_slot", "page_slot", "page_index", "page_id", "token_slot", "param_slot",
+        "coda_slot", "coda_depth", "coda_action",
+    ],
+)  # fmt: skip
 def test_sentinel_used_as_an_index_writes_the_last_entry_of_somebody_else(backend: str, field: str) -> None:
-    executor = make_executor(tiny_model(), backend)
+    executor = make_executor(tiny_model(backend), backend)
     driver = Driver(executor)
     driver.add(0, PROMPT)
     step = driver.make_step([(0, 0, 2, 0)], [(0, 1)])
@@ -41,10 +53,14 @@ def test_sentinel_used_as_an_index_writes_the_last_entry_of_somebody_else(backen
     assert all(torch.equal(bits(pool), before[name]) for name, pool in pools_of(executor).items())
 
 
+@pytest.mark.parametrize("features", [0, FEATURE_SAMPLER, FEATURE_COPY_KV, FEATURE_SAMPLER | FEATURE_COPY_KV])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_writes_a_real_page_or_advances_a_real_request(backend: str) -> None:
-    """With every page owned, a step of one row in a bucket of eight changes that row's place and scratch alone."""
-    executor = make_executor(tiny_model(), backend, num_pages=4)
+def test_padding_writes_a_real_page_or_advances_a_real_request(backend: str, features: int) -> None:
+    """With every page owned, a row in a bucket of eight and a coda row in one of three change their own places alone.
+
+    The coda row leaves early, but its request did not ask for its KV to be copied.
+    """
+    executor = make_executor(tiny_model(backend), backend, num_pages=4)
     driver = Driver(executor, free_pages=[0, 3, 1, 2])
     for slot, length in ((0, 4), (1, 8), (2, 4)):
         driver.add(slot, PROMPT[:1] * length)
@@ -52,23 +68,26 @@ def test_padding_writes_a_real_page_or_advances_a_real_request(backend: str) -> 
     assert not driver.free
     for pool in pools_of(executor).values():
         pool.fill_(7)
-    tables = [executor.io.token_table.clone(), executor.io.page_table.clone()]
+    tables = [table.clone() for table in tables_of(executor)]
     page, offset = driver.requests[1].pages[1], 2
-    driver.run(driver.make_step([(1, 6, 1, 1)], [(1, 7)], bucket=8))
+    step = driver.make_step([(1, 6, 1, 1)], [(1, 7, 0, Action.SAMPLE)], bucket=8)
+    step.coda_bucket, step.coda_features = 3, features
+    driver.run(step)
     for name, pool in pools_of(executor).items():
         untouched = pool[:-1].clone()
-        place = untouched[page, offset] if name == "hidden" else untouched[page, 1, :, offset]
+        places = {"hidden": untouched[page, offset], "gate": untouched[page, offset, 1]}
+        place = places[name] if name in places else untouched[page, 1, :, offset]
         assert (place != 7).all(), "the live row was written"
         place.fill_(7)
         assert (untouched == 7).all(), f"{name}: padding touched a page that a request owns"
     tables[0][1, 8] = executor.io.coda_token[0]
-    for table, now in zip(tables, (executor.io.token_table, executor.io.page_table), strict=True):
+    for table, now in zip(tables, tables_of(executor), strict=True):
         assert torch.equal(table[:-1], now[:-1])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tail_of_a_buffer_keeps_the_previous_larger_batch(backend: str) -> None:
-    model = tiny_model()
+    model = tiny_model(backend)
     used, fresh = (Driver(make_executor(model, backend)) for _ in range(2))
     used.add(0, PROMPT)
     used.add(1, PROMPT[::-1])
@@ -113,17 +132,26 @@ def test_lengths_computed_before_padding_and_used_after_it(bucket: int) -> None:
         assert not io.row_offset[rows:bucket].any()
 
 
+SAMPLED = encode_params(
+    prompt_len=7, seed=5, temperature=0.8, top_k=20, repetition_penalty=1.2, exit_threshold=0.5, exit_copy=True
+)
+
+
+@pytest.mark.parametrize("features", [0, FEATURE_SAMPLER])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_uninitialised_padding_reaches_a_value_that_live_rows_share(backend: str, dtype: torch.dtype) -> None:
+def test_uninitialised_padding_reaches_a_value_that_live_rows_share(
+    backend: str, dtype: torch.dtype, features: int
+) -> None:
     """NaN in scratch, free pages, tails of live pages and every intermediate, before each step: no bit changes."""
-    model = tiny_model(dtype)
+    model = tiny_model(backend, dtype)
     clean, poisoned = (Driver(make_executor(model, backend)) for _ in range(2))
     poisoned.before_submit = lambda step: poisoned.poison()
     results = []
     for driver in (clean, poisoned):
+        driver.features = features
         for slot, prompt in {0: PROMPT, 1: [1, 2], 2: PROMPT[::-1] * 2}.items():
-            driver.add(slot, prompt)
+            driver.add(slot, prompt, SAMPLED if slot == 0 else ())
         results.append(driver.generate(5, chunk=3, budget=8))
     assert results[0] == results[1]
     assert clean.gates.keys() == poisoned.gates.keys()
@@ -142,16 +170,18 @@ def test_entries_beyond_the_work_list_are_read() -> None:
     layout.pack(Step(rows=2, bucket=8, span_slot=[0], span_start=[0], span_count=[2], span_depth=[1]), out)
     sections = {name: out[start:stop] for name, (start, stop) in layout.offsets.items()}
     assert not sections["span_count"][1:].any()
-    for name in ("span_slot", "token_slot", "page_slot", "coda_slot"):
+    for name in ("span_slot", "token_slot", "page_slot", "param_slot", "coda_slot"):
         assert (sections[name][1:] == limits.scratch_slot).all()
+    assert (sections["coda_action"] == Action.SCORE).all(), "draws nothing"
+    assert (sections["param_rows"].reshape(-1, PARAMS_WIDTH) == encode_params()).all()
     assert (sections["page_id"] == limits.scratch_page).all()
-    assert not sections["header"][5:].any()
+    assert not sections["header"][6:].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_host_buffer_is_refilled_while_its_copy_is_in_flight(backend: str) -> None:
     """Until it is polled, each step keeps its own host memory; one more step than there is memory is refused."""
-    executor = make_executor(tiny_model(), backend, max_in_flight=3)
+    executor = make_executor(tiny_model(backend), backend, max_in_flight=3)
     driver = Driver(executor)
     driver.add(0, PROMPT)
     for depth in range(driver.depths):
@@ -160,7 +190,7 @@ def test_host_buffer_is_refilled_while_its_copy_is_in_flight(backend: str) -> No
     alone = [executor.poll(executor.submit(step)).tokens for step in steps]
     assert len({token for tokens in alone for token in tokens}) > 1, "else the test shows nothing"
     tickets = [executor.submit(step) for step in steps]
-    memory = {ticket.slot.staging.data_ptr() for ticket in tickets if ticket.slot is not None}
+    memory = {ticket.slot.staging(0).tensor.data_ptr() for ticket in tickets if ticket.slot is not None}
     assert len(memory) == 3
     with pytest.raises(EngineError, match="steps in flight: 3 of 3"):
         executor.submit(steps[0])

@@ -12,14 +12,20 @@ from torch import Tensor
 
 from tests.model.checkpoints import Checkpoint
 from wavegraph.model.config import OuroConfig
-from wavegraph.model.core import coda, core
+from wavegraph.model.core import coda, coda_full, core
 from wavegraph.model.io import Pools, StepIO, Workspace
+from wavegraph.model.ops.aten import AtenOps
+from wavegraph.model.ops.base import Ops
+from wavegraph.model.ops.cpu import CpuOps
+from wavegraph.model.sampling import MAX_TOP_LOGPROBS, PARAMS_WIDTH, Action, encode_params
 from wavegraph.model.weights import Model
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAN = float("nan")
 
 Span = tuple[int, int, int, int]
+
+PARAM_UPDATES = 4
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +91,10 @@ def small_config() -> Callable[..., OuroConfig]:
 
 
 class Driver:
-    """Static tensors of one engine, filled by hand. Everything that is not written yet is NaN.
+    """Static tensors of one engine, filled by hand. Everything that is not written yet is NaN or garbage.
+
+    A coda row is ``(slot, position)``, with depth and `Action` after it if these are not the last and ``SAMPLE``.
+    Requests draw greedily until told otherwise.
 
     Slots ``0..slots - 1`` are requests, ``slots`` is scratch. Pages are handed out in a shuffled order, so
     that neighbours in a request are not neighbours in the pool.
@@ -123,6 +132,7 @@ class Driver:
             k=floats(*plane),
             v=floats(*plane),
             hidden=floats(self.scratch_page + 1, page_size, config.hidden_size),
+            gate=floats(self.scratch_page + 1, page_size, config.total_ut_steps, dtype=torch.float32),
         )
         self.work = Workspace(
             x=floats(rows, config.hidden_size),
@@ -138,14 +148,22 @@ class Driver:
             **{f"span_{field}": ints(spans) for field in ("slot", "start", "count", "depth")},
             **{f"token_{field}": ints(rows) for field in ("slot", "pos", "id")},
             **{f"page_{field}": ints(rows) for field in ("slot", "index", "id")},
-            **{f"coda_{field}": ints(coda_rows) for field in ("slot", "pos")},
+            param_slot=ints(PARAM_UPDATES),
+            param_rows=ints(PARAM_UPDATES, PARAMS_WIDTH),
+            **{f"coda_{field}": ints(coda_rows) for field in ("slot", "pos", "depth", "action")},
             token_table=ints(slots + 1, max_len + 1),
             page_table=torch.full((slots + 1, self.blocks), self.scratch_page, dtype=torch.int32),
+            params=torch.full((slots + 1, PARAMS_WIDTH), -1, dtype=torch.int32),
             **{f"row_{field}": ints(rows) for field in ("slot", "pos", "depth", "page", "offset")},
-            gate_logits=floats(rows, dtype=torch.float32),
             logits=floats(coda_rows, config.vocab_size),
+            coda_left=ints(coda_rows),
             coda_token=ints(coda_rows),
+            coda_logprob=floats(coda_rows, dtype=torch.float32),
+            coda_rank=ints(coda_rows),
+            top_ids=ints(coda_rows, min(MAX_TOP_LOGPROBS, config.vocab_size)),
+            top_logprobs=floats(coda_rows, min(MAX_TOP_LOGPROBS, config.vocab_size), dtype=torch.float32),
         )
+        self.io.params[:slots] = torch.tensor(encode_params(), dtype=torch.int32)
 
     def _set(self, prefix: str, fields: Sequence[str], entries: Sequence[Sequence[int]], fill: dict[str, int]) -> None:
         for index, field in enumerate(fields):
@@ -161,7 +179,8 @@ class Driver:
         self,
         spans: Sequence[Span],
         tokens: Sequence[tuple[int, int, int]] = (),
-        coda_rows: Sequence[tuple[int, int]] = (),
+        coda_rows: Sequence[tuple[int, ...]] = (),
+        params: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
         """Write one step's inputs, with a page update for every block that a span is first to touch."""
         updates = []
@@ -174,7 +193,12 @@ class Driver:
         self._set("span_", ("slot", "start", "count", "depth"), spans, scratch)
         self._set("token_", ("slot", "pos", "id"), tokens, scratch)
         self._set("page_", ("slot", "index", "id"), updates, scratch | {"id": self.scratch_page})
-        self._set("coda_", ("slot", "pos"), coda_rows, scratch)
+        last = self.model.config.total_ut_steps - 1
+        rows = [(*row, *(last, Action.SAMPLE)[len(row) - 2 :]) for row in coda_rows]
+        self._set("coda_", ("slot", "pos", "depth", "action"), rows, scratch | {"action": Action.SCORE})
+        self._set("param_", ("slot",), [(slot,) for slot, _ in params], scratch)
+        for index, (_, row) in enumerate(params):
+            self.io.param_rows[index] = torch.tensor(row, dtype=torch.int32)
 
     def step(
         self,
@@ -182,15 +206,18 @@ class Driver:
         *,
         tokens: Sequence[tuple[int, int, int]] = (),
         bucket: int | None = None,
-        coda_rows: Sequence[tuple[int, int]] = (),
+        coda_rows: Sequence[tuple[int, ...]] = (),
         coda_bucket: int | None = None,
+        params: Sequence[tuple[int, Sequence[int]]] = (),
+        full: bool = False,
     ) -> list[int]:
         """One step at ``bucket`` rows (default: as many as live). Returns the sampled tokens."""
-        self.fill_inputs(spans, tokens, coda_rows)
+        self.fill_inputs(spans, tokens, coda_rows, params)
         live = sum(span[2] for span in spans)
         core(self.model, self.io, self.pools, self.work, bucket or live)
         if coda_rows:
-            coda(self.model, self.io, self.pools, self.work, coda_bucket or len(coda_rows))
+            program = coda_full if full else coda
+            program(self.model, self.io, self.pools, self.work, coda_bucket or len(coda_rows))
         return self.io.coda_token[: len(coda_rows)].tolist()
 
     def prefill(self, slot: int, prompt: Sequence[int], chunk: int, *, padding: int = 0) -> int:
@@ -213,7 +240,7 @@ class Driver:
         """Free a request's pages and poison them. The device's page table keeps its stale entries."""
         for key in [key for key in self.pages if key[0] == slot]:
             page = self.pages.pop(key)
-            for pool in (self.pools.k, self.pools.v, self.pools.hidden):
+            for pool in (self.pools.k, self.pools.v, self.pools.hidden, self.pools.gate):
                 pool[page] = NAN
             self.free.insert(0, page)
 
@@ -222,6 +249,10 @@ class Driver:
         rows = [self.pools.hidden[self.page(slot, pos), pos % self.page_size] for pos in range(start, stop)]
         return torch.stack(rows).double().numpy()
 
+    def gates(self, slot: int, start: int, stop: int) -> Tensor:
+        """Gate logits ``[stop - start, D]`` of positions ``start..stop - 1``."""
+        return torch.stack([self.pools.gate[self.page(slot, pos), pos % self.page_size] for pos in range(start, stop)])
+
     def kv(self, slot: int, stop: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """K and V of positions ``0..stop - 1`` as ``[depth * layers + layer, kv heads, stop, d]``."""
         planes = []
@@ -229,6 +260,12 @@ class Driver:
             rows = [pool[self.page(slot, pos), :, :, pos % self.page_size] for pos in range(stop)]
             planes.append(torch.stack(rows, dim=3).flatten(0, 1).double().numpy())
         return planes[0], planes[1]
+
+
+@pytest.fixture(scope="session", params=["aten", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """Each set of operators that runs on a CPU."""
+    return AtenOps() if request.param == "aten" else CpuOps()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """One clear error for each way a checkpoint can be broken."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +27,25 @@ def test_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "~/no-such-folder",
         "name",
         "a/b/c",
-        "",
         "owner/",
+        "nul\0",
     ):
-        if path:
-            with pytest.raises(CheckpointError, match="no such folder"):
-                load_model(path, ops=AtenOps())
+        with pytest.raises(CheckpointError, match="no such folder"):
+            load_model(path, ops=AtenOps())
+
+
+@pytest.mark.parametrize("path", ["~no-such-user-here/x", "x" * 5000])
+def test_what_can_be_no_path(path: str) -> None:
+    with pytest.raises(CheckpointError, match="is no usable path") as caught:
+        load_model(path, ops=AtenOps())
+    assert len(str(caught.value)) < 250
+
+
+def test_the_empty_name_is_not_the_current_folder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.folder)
+    with pytest.raises(CheckpointError, match="name is empty"):
+        load_model("", ops=AtenOps())
+    load_model(".", ops=AtenOps())
 
 
 def test_file_instead_of_folder(checkpoint: Checkpoint) -> None:
@@ -125,6 +139,25 @@ def test_index_that_points_outside(form: str, checkpoint: Checkpoint) -> None:
     name = form.format(name=outside.name, folder=outside.parent)
     checkpoint.write_index({key: name if file.startswith("part-0") else file for key, file in weight_map.items()})
     checkpoint.refused("points outside the checkpoint's folder")
+
+
+@pytest.mark.parametrize("name", ["nul\0", "x" * 5000, "loop.safetensors"])
+def test_index_with_names_that_can_be_no_file(name: str, checkpoint: Checkpoint) -> None:
+    weight_map = checkpoint.shard()
+    (checkpoint.folder / "loop.safetensors").symlink_to("loop.safetensors")
+    checkpoint.write_index(dict.fromkeys(weight_map, name))
+    checkpoint.refused("holds no file|no such file")
+
+
+def test_a_tensor_twice_in_one_header(checkpoint: Checkpoint) -> None:
+    file = checkpoint.folder / SINGLE
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + size].rstrip()
+    entry = json.dumps({GATE: json.loads(header)[GATE]}).encode()
+    header = header[:-1] + b"," + entry[1:]
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    checkpoint.refused(rf"model\.safetensors: the key '{GATE}' is given twice")
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, {GATE: 1}, {GATE: ""}, {GATE: None}])

@@ -81,6 +81,9 @@ def test_auto_dtype_is_the_config_s_else_the_file_s(tmp_path: Path, raw_config: 
     assert named.load().dtype == torch.float32
     unnamed = Checkpoint(tmp_path / "unnamed", raw_config(torch_dtype=...), dtype=torch.bfloat16)
     assert unnamed.load().dtype == torch.bfloat16
+    assert loading.checkpoint_dtype(named.folder, named.config) == torch.float32
+    assert loading.checkpoint_dtype(unnamed.folder, unnamed.config) == torch.bfloat16
+    assert loading.checkpoint_dtype(unnamed.folder, unnamed.config, "float16") == torch.float16
 
 
 def test_overflow_in_float16_is_refused(checkpoint: Checkpoint) -> None:

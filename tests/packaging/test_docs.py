@@ -1,8 +1,10 @@
 """What the README and the pages beside it say is so."""
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from wavegraph.cli import main
 from wavegraph.config import EngineConfig
 from wavegraph.outputs import RequestOutput
+from wavegraph.sampling import SamplingParams
+from wavegraph.stats import EngineStats
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,10 +50,23 @@ def test_every_command_is_described() -> None:
     assert set(headings) == set(commands())
 
 
-def test_every_engine_option_and_output_field_is_described() -> None:
+def test_every_option_is_named() -> None:
+    named = set(re.findall(r"--[a-z][a-z-]*", (ROOT / "docs/cli.md").read_text()))
+    for command in commands().values():
+        assert {option for option in options(command) if option.startswith("--")} <= named
+
+
+@pytest.mark.parametrize("described", [EngineConfig, SamplingParams, RequestOutput, EngineStats])
+def test_every_field_is_described(described: Any) -> None:
     text = (ROOT / "docs/library.md").read_text()
-    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(RequestOutput)):
-        assert f"`{field.name}`" in text, field.name
+    for field in dataclasses.fields(described):
+        assert re.search(rf"`{field.name}[`=]", text), field.name
+
+
+def test_modules_that_are_named_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\bfrom (wavegraph[\w.]*) import", page.read_text()):
+            assert importlib.util.find_spec(name) is not None, f"{page.name}: {name}"
 
 
 def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

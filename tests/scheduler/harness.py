@@ -1,15 +1,17 @@
 """Runs a scheduler against the independent checker, with a made-up model."""
 
 from collections import deque
+from typing import Any
 
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.scheduler.checker import Checker
-from wavegraph.scheduler.plan import RequestSpec, RequestUpdate, StepPlan, StepResult
-from wavegraph.scheduler.scheduler import Scheduler, SchedulerConfig
+from wavegraph.scheduler.config import SchedulerConfig
+from wavegraph.scheduler.plan import CodaAction, RequestSpec, RequestUpdate, StepPlan, StepResult
+from wavegraph.scheduler.scheduler import Scheduler
 
 
-def make_config(**overrides: int | bool) -> SchedulerConfig:
-    values: dict[str, int | bool] = {
+def make_config(**overrides: Any) -> SchedulerConfig:
+    values: dict[str, Any] = {
         "depths": 4,
         "page_size": 4,
         "num_pages": 64,
@@ -17,14 +19,18 @@ def make_config(**overrides: int | bool) -> SchedulerConfig:
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "prefill_chunk_size": 4,
-        "wavefront": True,
     }
-    return SchedulerConfig(**(values | overrides))  # type: ignore[arg-type]
+    return SchedulerConfig(**(values | overrides))
 
 
 def token_at(request_id: str, position: int) -> int:
     """The made-up model's token: a function of request and position alone, so any mix-up shows."""
     return (sum(request_id.encode()) * 31 + position * 7) % 97 + 1
+
+
+def gate_opens(request_id: str, position: int, depth: int) -> bool:
+    """The made-up model's gate."""
+    return (sum(request_id.encode()) * 5 + position * 7 + depth * 11) % 3 == 0
 
 
 class Harness:
@@ -37,15 +43,30 @@ class Harness:
         self.in_flight: deque[StepPlan] = deque()
         self.specs: dict[str, RequestSpec] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.exits: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.plans: list[StepPlan] = []
 
-    def add(self, request_id: str, prompt_len: int, max_tokens: int = 1, stop: frozenset[int] = frozenset()) -> None:
-        spec = RequestSpec(request_id, [token_at(request_id, p) for p in range(prompt_len)], max_tokens, stop)
-        self.scheduler.add(spec)
-        self.checker.add(spec)
-        self.specs[request_id] = spec
+    def add(
+        self,
+        request_id: str,
+        prompt_len: int,
+        max_tokens: int = 1,
+        stop: frozenset[int] = frozenset(),
+        *,
+        prompt_of: str | None = None,
+        **spec: Any,
+    ) -> None:
+        prompt = [token_at(prompt_of or request_id, position) for position in range(prompt_len)]
+        self.add_spec(RequestSpec(request_id, prompt, max_tokens, stop, **spec))
+
+    def add_spec(self, request: RequestSpec) -> None:
+        request_id = request.request_id
+        self.scheduler.add(request)
+        self.checker.add(request)
+        self.specs[request_id] = request
         self.outputs[request_id] = []
+        self.exits[request_id] = []
         self.reasons.pop(request_id, None)
 
     def plan(self) -> StepPlan | None:
@@ -56,15 +77,27 @@ class Harness:
             self.plans.append(plan)
         return plan
 
+    def tokens(self, plan: StepPlan) -> list[int]:
+        """What the made-up model draws for the coda rows of a plan."""
+        drawn = []
+        for task, action in zip(plan.coda_tasks, plan.coda_action, strict=True):
+            draws = action == CodaAction.SAMPLE or (
+                action == CodaAction.GATE and gate_opens(task.request_id, task.token_start, task.depth)
+            )
+            drawn.append(token_at(task.request_id, task.token_start + 1) if draws else -1)
+        return drawn
+
     def complete(self, index: int = 0) -> list[RequestUpdate]:
         plan = self.in_flight[index]
         del self.in_flight[index]
-        self.checker.complete(plan)
-        tokens = [token_at(task.request_id, task.token_start + 1) for task in plan.coda_tasks]
+        tokens = self.tokens(plan)
+        self.checker.complete(plan, tokens)
         updates = self.scheduler.apply(plan, StepResult(plan.step_id, tokens))
         for update in updates:
             assert update.request_id not in self.reasons, "news of a request that has ended"
+            self.checker.accept(update)
             self.outputs[update.request_id].append(update.token_id)
+            self.exits[update.request_id].append(update.exit_depth)
             if update.finish_reason is not None:
                 self.end(update.request_id, update.finish_reason)
         self.check_frontiers()
@@ -73,6 +106,15 @@ class Harness:
     def cancel(self, request_id: str) -> None:
         assert self.scheduler.cancel(request_id)
         self.end(request_id, "cancelled")
+
+    def fail_newest(self) -> list[str]:
+        """The newest plan could not be launched."""
+        plan = self.in_flight.pop()
+        self.checker.retract(plan)
+        failed = self.scheduler.fail(plan)
+        for request_id in failed:
+            self.end(request_id, "failed")
+        return failed
 
     def end(self, request_id: str, reason: str) -> None:
         self.checker.end(request_id)
@@ -88,10 +130,10 @@ class Harness:
             self.checker.check_prefilled(request_id, self.scheduler.num_prefilled_tokens(request_id))
 
     def running(self) -> list[str]:
-        return list(self.scheduler._running)
+        return list(self.scheduler.residency.running)
 
     def check_output(self, request_id: str) -> None:
-        """The finished request's tokens are its own, in order, each once, up to its stop."""
+        """The finished request's tokens are its own, in order, each once, up to its stop, at the depths of its rule."""
         spec, reason = self.specs[request_id], self.reasons[request_id]
         prompt = len(spec.prompt_token_ids)
         expected = []
@@ -103,11 +145,26 @@ class Harness:
         assert got == (expected if reason in ("stop", "length") else expected[: len(got)])
         if reason in ("stop", "length"):
             assert (reason == "stop") == (expected[-1] in spec.stop_token_ids)
+        depths = [self._exit_depth(spec, prompt - 1 + index) for index in range(len(got))]
+        assert self.exits[request_id] == depths
+
+    def _exit_depth(self, spec: RequestSpec, position: int) -> int:
+        rule, last = spec.exit_rule, self.config.depths - 1
+        if rule is None or (rule.copy and position < len(spec.prompt_token_ids)):
+            return last
+        if rule.gated:
+            for depth in range(rule.min_depth, rule.max_depth):
+                if gate_opens(spec.request_id, position, depth):
+                    return depth
+        return rule.max_depth
 
     def check_drained(self) -> None:
         """Nothing leaks: every page, slot and id is back."""
-        scheduler = self.scheduler
-        assert not scheduler.has_unfinished
-        assert scheduler.num_free_pages == scheduler._pages.available == self.config.num_pages
-        assert sorted(scheduler._free_slots) == list(range(self.config.max_num_seqs))
+        residency = self.scheduler.residency
+        assert not self.scheduler.has_unfinished
+        assert not residency.running
+        assert not len(residency.waiting)
+        assert residency.pages.num_free == residency.pages.available == self.config.num_pages
+        assert sorted(residency.free_slots) == list(range(self.config.max_num_seqs))
+        assert residency.swapped_pages == 0
         assert set(self.reasons) == set(self.specs), "a request was admitted and never ended"

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from tests.scheduler.harness import Harness, make_config, token_at
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import EngineError, RequestError
+from wavegraph.scheduler.order import Fifo
 from wavegraph.scheduler.plan import ExitPolicy, Kind, Phase, RequestSpec, StepPlan, StepResult, TaskState
 
 
@@ -43,7 +44,7 @@ def test_ordinary_prefill_runs_all_depths_of_a_chunk_back_to_back() -> None:
 
 
 def test_ordinary_prefill_holds_no_decode_rows_and_neither_kind_starves() -> None:
-    harness = Harness(make_config(depths=2, wavefront=False, prefill_chunk_size=2))
+    harness = Harness(make_config(depths=2, wavefront=False, prefill_chunk_size=2, stage_policy=Fifo()))
     harness.add("a", 2, max_tokens=4)
     harness.add("b", 40)
     harness.run()
@@ -207,9 +208,7 @@ def test_failed_step_ends_its_requests_only() -> None:
     harness.add("b", 4)
     plan = harness.plan()
     assert plan is not None
-    harness.in_flight.clear()
-    assert harness.scheduler.fail(plan) == ["a"]
-    harness.end("a", "failed")
+    assert harness.fail_newest() == ["a"]
     harness.run()
     assert harness.reasons == {"a": "failed", "b": "length"}
     harness.check_drained()
@@ -297,7 +296,7 @@ def test_any_workload_does_each_row_once(
 )
 def test_fifo_serves_every_ready_lane_within_its_bound(lens: list[int], chunk: int, budget: int) -> None:
     """No lane waits longer than the rows queued ahead of it allow (`FifoOrder`)."""
-    config = make_config(prefill_chunk_size=chunk, max_num_batched_tokens=budget, num_pages=200)
+    config = make_config(prefill_chunk_size=chunk, max_num_batched_tokens=budget, num_pages=200, stage_policy=Fifo())
     harness = Harness(config)
     for index, length in enumerate(lens):
         harness.add(str(index), length, max_tokens=3)

@@ -1,5 +1,7 @@
 """Anything the engine may do to a scheduler, in any order, judged by the independent checker."""
 
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -13,6 +15,9 @@ from hypothesis.stateful import (
 
 from tests.scheduler.harness import Harness, make_config, token_at
 from wavegraph.buckets.ladder import Ladder
+from wavegraph.scheduler.admission import Fcfs, Priority
+from wavegraph.scheduler.order import DecodeFirst, Fifo, Refill
+from wavegraph.scheduler.plan import ExitRule
 
 RULES_RUN = 0
 
@@ -26,36 +31,83 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 9),
         seqs=st.integers(1, 3),
         pages=st.integers(4, 9),
-        wavefront=st.booleans(),
+        mode=st.sampled_from(["ordinary", "separate", "fused"]),
+        stage_policy=st.sampled_from([Fifo(), DecodeFirst(2), Refill(2)]),
+        ranking=st.sampled_from([Fcfs(), Priority(3)]),
+        refill=st.booleans(),
+        reserve_worst_case=st.booleans(),
+        swap_pages=st.sampled_from([0, 3, 100]),
+        prefix_cache=st.booleans(),
         with_ladder=st.booleans(),
     )
-    def start(
-        self, depths: int, chunk: int, budget: int, seqs: int, pages: int, wavefront: bool, with_ladder: bool
-    ) -> None:
+    def start(self, mode: str, budget: int, with_ladder: bool, seqs: int, pages: int, **options: Any) -> None:
         config = make_config(
-            depths=depths,
-            prefill_chunk_size=chunk,
             max_num_batched_tokens=budget,
-            max_num_seqs=seqs,
-            num_pages=pages,
             page_size=3,
             max_model_len=20,
-            wavefront=wavefront,
+            max_num_seqs=seqs,
+            num_pages=pages,
+            wavefront=mode != "ordinary",
+            fused=mode == "fused",
+            max_bypass=2,
+            **{("prefill_chunk_size" if name == "chunk" else name): value for name, value in options.items()},
         )
-        self.harness = Harness(config, Ladder.default(budget) if with_ladder else None)
+        ladders = (Ladder.default(budget), Ladder.default(seqs)) if with_ladder else (None, None)
+        self.harness = Harness(config, *ladders)
 
     @rule(
         name=st.sampled_from("abcd"),
         prompt=st.integers(1, 9),
-        max_tokens=st.integers(1, 3),
+        max_tokens=st.integers(1, 4),
         stops=st.booleans(),
+        priority=st.integers(0, 2),
+        shared_prompt=st.booleans(),
+        score_prompt=st.booleans(),
+        history=st.booleans(),
+        exits=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans()),
     )
-    def add(self, name: str, prompt: int, max_tokens: int, stops: bool) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: int,
+        max_tokens: int,
+        stops: bool,
+        priority: int,
+        shared_prompt: bool,
+        score_prompt: bool,
+        history: bool,
+        exits: tuple[int, int, bool, bool] | None,
+    ) -> None:
         self._count()
-        if name in self.harness.checker._live:
+        if name in self.harness.checker.live:
             return
-        stop = frozenset({token_at(name, prompt)}) if stops else frozenset()
-        self.harness.add(name, prompt, max_tokens, stop)
+        exit_rule = None
+        if exits is not None and not score_prompt:
+            first, last = sorted(min(depth, self.harness.config.depths - 1) for depth in exits[:2])
+            exit_rule = ExitRule(last, first, gated=exits[2], copy=exits[3])
+        self.harness.add(
+            name,
+            prompt,
+            max_tokens,
+            frozenset({token_at(name, prompt)}) if stops else frozenset(),
+            prompt_of="shared" if shared_prompt else None,
+            priority=priority,
+            score_prompt=score_prompt,
+            needs_history=history,
+            exit_rule=exit_rule,
+        )
+
+    @precondition(lambda self: self.harness.running())
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self._count()
+        assert self.harness.scheduler.preempt(data.draw(st.sampled_from(self.harness.running())))
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self._count()
+        self.harness.scheduler.forget_prefixes()
+        self.harness.checker.forget_prefixes()
 
     @precondition(lambda self: len(self.harness.in_flight) < 6)
     @rule()
@@ -71,22 +123,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._count()
         self.harness.complete(data.draw(st.integers(0, len(self.harness.in_flight) - 1)))
 
-    @precondition(lambda self: self.harness.checker._live)
+    @precondition(lambda self: self.harness.checker.live)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self._count()
-        self.harness.cancel(data.draw(st.sampled_from(sorted(self.harness.checker._live))))
+        self.harness.cancel(data.draw(st.sampled_from(sorted(self.harness.checker.live))))
 
-    @precondition(lambda self: self.harness.in_flight)
+    @precondition(lambda self: len(self.harness.in_flight) < 6)
     @rule()
-    def fail_newest(self) -> None:
-        """The newest plan could not be launched: its requests end, nobody else's do."""
+    def plan_that_cannot_be_launched(self) -> None:
+        """Its requests end, nobody else's do."""
         self._count()
-        plan = self.harness.in_flight.pop()
-        owned = {task.request_id for task in plan.tasks}
-        for request_id in self.harness.scheduler.fail(plan):
-            assert request_id in owned
-            self.harness.end(request_id, "failed")
+        plan = self.harness.plan()
+        if plan is not None:
+            owned = {task.request_id for task in (*plan.tasks, *plan.coda_tasks)}
+            assert owned >= set(self.harness.fail_newest())
 
     @invariant()
     def frontiers_are_honest(self) -> None:

@@ -1,5 +1,6 @@
 """The command line: results on stdout, one sentence on stderr, an exit code that says whose fault it was."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from click.testing import CliRunner, Result
 
 from wavegraph.cli import main
 from wavegraph.cli.common import CommandGroup
-from wavegraph.errors import CaptureError, ConfigError, EngineError
+from wavegraph.cli.engine import Bars
+from wavegraph.errors import CaptureError, ConfigError, EngineError, OutputError
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TINY = str(GOLDENS / "tiny")
@@ -60,7 +64,7 @@ def test_generate_writes_json_to_stdout_and_nothing_else() -> None:
     assert isinstance(text["text"], str)
     assert 1 <= len(ids["token_ids"]) <= 3
     assert ids["metrics"]["latency"] >= ids["metrics"]["time_to_first_token"] > 0
-    assert content["stats"]["steps"] >= 4
+    assert content["stats"]["scheduler"]["steps"] >= 4
 
 
 def test_prompts_keep_their_order_and_get_their_text(tmp_path: Path) -> None:
@@ -113,6 +117,19 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...], n
     check_refused(generate(TINY, *arguments), named)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--dtype", "foo"), "dtype: must be auto or one of"),
+        (("--dtype", "float64"), "dtype: must be auto or one of"),
+        (("--backend", "foo"), "backend: 'foo' is unknown"),
+        (("--num-pages", str(10**9)), "the KV pool would take"),
+    ],
+)
+def test_info_refuses_what_generate_does(arguments: tuple[str, ...], named: str) -> None:
+    check_refused(run("info", TINY, *arguments), named)
+
+
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
     check_refused(generate(str(tmp_path / "none"), "--prompt-ids", "1"), "no such folder")
     check_refused(generate(str(tmp_path), "--prompt-ids", "1"), "config.json: no such file")
@@ -141,6 +158,85 @@ def test_a_refused_run_leaves_no_output_file_and_keeps_an_old_one(tmp_path: Path
     assert old.read_text() == "old"
 
 
+def test_the_check_of_an_output_leaves_a_link_as_it_was(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    check_refused(generate(TINY, "--prompt-ids", "999", "--json", str(link)), "token id 999")
+    assert link.is_symlink()
+    assert not target.exists()
+
+
+SIMULATE = ["simulate", "--prompt-len", "16", "--requests", "1"]
+
+
+@pytest.mark.parametrize("arguments", [SIMULATE, [*SIMULATE, "--json", "-"], ["info"]])
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
+def test_stdout_that_cannot_be_written(arguments: list[str], redirection: str) -> None:
+    command = f'exec "$@" {redirection}'
+    done = subprocess.run(["sh", "-c", command, "sh", *COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("Error: stdout ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_is_no_error_to_speak_of() -> None:
+    command = f"{sys.executable} -m wavegraph info | true; exit $?"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("print_result", [lambda: generate(TINY, "--prompt-ids", PROMPT), lambda: run(*DEMO)])
+def test_results_of_every_command_are_emitted(
+    print_result: Callable[[], Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("wavegraph.cli.common.click.echo", full)
+    monkeypatch.setattr("wavegraph.cli.common.CommandGroup.invoke", click.Group.invoke)
+    assert isinstance(print_result().exception, OutputError)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--max-tokens", str(10**15)),
+        ("--max-num-seqs", str(10**11)),
+        ("--max-batched-tokens", str(10**11)),
+        ("--requests", "60000", "--prompt-len", "60000"),
+    ],
+)
+def test_simulate_refuses_what_no_machine_holds(arguments: tuple[str, ...]) -> None:
+    result = run("simulate", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Invalid value for" in result.stderr
+
+
+def test_simulate_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    @contextmanager
+    def show(self: Bars, label: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: seen.append((done, total))
+
+    monkeypatch.setattr(Bars, "show", show)
+    assert run("simulate", "--requests", "2", "--prompt-len", "40", "--max-tokens", "3").exit_code == 0
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (4 * 2 * 42, 4 * 2 * 42)
+
+
+def test_help_shows_the_defaults_that_hold() -> None:
+    engine, demo = (" ".join(run(name, "--help").stdout.split()) for name in ("generate", "demo"))
+    for text in (engine, demo):
+        assert "ditto" not in text
+        assert "one step or not. [default: fused]" in text
+    assert "request, depth and step. [default: 64]" in engine
+    assert "request, depth and step. [default: 16]" in demo
+    assert "prefixes. [default: on]" in engine
+    assert "prefixes. [default: off]" in demo
+    assert "--wavefront" not in demo.split("Options:")[1]
+
+
 @pytest.mark.parametrize(
     ("error", "exit_code"),
     [(ConfigError("a"), 2), (EngineError("b"), 1), (CaptureError("c"), 1), (KeyboardInterrupt(), 130)],
@@ -161,7 +257,7 @@ def test_info_describes_a_model_without_reading_weights(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     facts = json.loads(result.stdout)
     assert facts["model"]["hidden_size"] == 64
-    assert facts["model"]["pool_bytes_per_token"] == 4 * (2 * 4 * 2 * 64 + 64)
+    assert facts["model"]["pool_bytes_per_token"] == 4 * (2 * 4 * 2 * 64 + 64 + 4)
     assert facts["engine"]["num_pages"] == 16
     assert facts["engine"]["pool_bytes"] == 17 * 16 * facts["model"]["pool_bytes_per_token"]
     assert "recorded" in facts["device"]["backends"]
@@ -183,6 +279,9 @@ def test_demo_shows_both_modes_and_equal_tokens() -> None:
     assert on["rows_per_step"] > off["rows_per_step"]
 
 
+DEMO = ("demo", "--prompt", "Waves.", "--max-tokens", "1", "--repeats", "1", "--max-batched-tokens", "8")
+
+
 def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from wavegraph.cli import demo
 
@@ -194,7 +293,7 @@ def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> Non
             self.outputs.pop()
 
     monkeypatch.setattr(demo._Mode, "run", lie)
-    result = run("demo", "--prompt", "Waves.", "--max-tokens", "1", "--repeats", "1", "--max-batched-tokens", "8")
+    result = run(*DEMO)
     assert result.exit_code == 1
     assert "different tokens" in result.stderr
 

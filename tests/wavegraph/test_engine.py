@@ -51,7 +51,7 @@ def finish(engine: Engine) -> dict[str, RequestOutput]:
 
 def check_drained(engine: Engine) -> None:
     assert not engine.has_unfinished
-    assert engine.scheduler.num_free_pages == CONFIG.num_pages
+    assert engine.scheduler.residency.pages.num_free == CONFIG.num_pages
     assert engine.step() == []
 
 
@@ -202,26 +202,25 @@ def test_a_step_that_cannot_be_launched_fails_its_requests_only(
 
 
 def test_an_interrupt_waits_for_the_end_of_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit: Callable[[Any], Any] = engine.executor.submit
-    launched = []
-
-    def interrupted(plan: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        launched.append(plan)
-        return submit(plan)
-
     engine.add_request("a", PROMPT[:1], params(1))
-    for _ in range(3):
+    for _ in range(engine.model.config.total_ut_steps - 1):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor, "submit", interrupted)
+        patch.setattr(engine.executor, "poll", _interrupting(engine.executor.poll))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    assert len(launched) == 1
     assert engine.has_unfinished  # the step was the last one, and its output is still to come
     (output,) = engine.step()
     assert output.finish_reason == "length"
     check_drained(engine)
+
+
+def _interrupting(poll: Callable[..., Any]) -> Callable[..., Any]:
+    def interrupted(ticket: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return poll(ticket)
+
+    return interrupted
 
 
 def test_an_unforeseen_failure_stops_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +246,7 @@ def test_a_plan_that_breaks_a_rule_stops_the_engine(engine: Engine, monkeypatch:
 
     monkeypatch.setattr(engine.scheduler, "plan", skip_a_row)
     engine.add_request("a", PROMPT, params())
-    with pytest.raises(EngineError, match="runs prompt tokens that the device does not have"):
+    with pytest.raises(EngineError, match="starts behind a prefix"):
         engine.step()
     with pytest.raises(EngineError, match="cannot go on"):
         engine.step()

@@ -29,7 +29,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     yield shared_llm
     gc.collect()
     assert not shared_llm.engine.has_unfinished
-    assert shared_llm.engine.scheduler.num_free_pages == CONFIG.num_pages
+    assert shared_llm.engine.scheduler.residency.pages.num_free == CONFIG.num_pages
 
 
 def test_prompts_come_back_in_order_and_alone_as_together(llm: LLM) -> None:
@@ -76,16 +76,26 @@ def test_progress_counts_finished_requests(llm: LLM) -> None:
     ],
 )
 def test_one_bad_prompt_and_nothing_is_run(llm: LLM, prompts: Any, named: str) -> None:
-    steps = llm.engine.stats.steps
+    steps = llm.engine.stats().scheduler.steps
     with pytest.raises(RequestError, match=named):
         llm.generate(prompts, PARAMS)
-    assert llm.engine.stats.steps == steps
+    assert llm.engine.stats().scheduler.steps == steps
     assert not llm.engine.has_unfinished
 
 
 def test_params_are_one_or_one_each(llm: LLM) -> None:
     with pytest.raises(RequestError, match="params: got 1 for 2 prompts"):
         llm.generate(["a", "b"], [PARAMS])
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, 5, ["x"], "x"])
+def test_params_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match=r"params:? must be SamplingParams"):
+        llm.generate(["a"], params)
+    with pytest.raises(RequestError, match="params: must be SamplingParams"):
+        llm.stream("a", params)
+    with pytest.raises(RequestError, match="params must be SamplingParams"):
+        llm.engine.add_request("name", "a", params)
 
 
 def test_a_stream_grows_to_what_generate_gives(llm: LLM) -> None:
@@ -177,11 +187,38 @@ def test_a_closed_llm_says_so() -> None:
         ({"path": GOLDENS / "tiny", "dtype": "int8"}, ConfigError, "dtype"),
         ({"path": GOLDENS / "tiny", "backend": "fast"}, ConfigError, "backend: 'fast' is unknown"),
         ({"path": GOLDENS / "tiny", "config": EngineConfig(max_model_len=70000)}, ConfigError, "70000"),
+        ({"path": GOLDENS / "tiny", "config": {}}, ConfigError, "config must be an EngineConfig, got dict"),
+        ({"path": GOLDENS / "tiny", "config": EngineConfig(num_pages=10**9)}, ConfigError, "lower num_pages"),
     ],
 )
 def test_what_cannot_be_built_is_named(arguments: dict[str, Any], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         LLM(**arguments)
+
+
+def test_sizes_are_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wavegraph.llm.load_model", lambda *_, **__: pytest.fail("the weights were read"))
+    with pytest.raises(ConfigError, match="the tables of requests"):
+        LLM(GOLDENS / "tiny", EngineConfig(max_num_seqs=10**9))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "named"),
+    [
+        (MemoryError(), ConfigError, "does not fit into memory .* lower kv_cache_bytes"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), ConfigError, "can't allocate memory: 9"),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+    ],
+)
+def test_memory_that_is_not_given_is_a_matter_of_options(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, expected: type[Exception], named: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("wavegraph.llm.Engine", fail)
+    with pytest.raises(expected, match=named):
+        LLM(GOLDENS / "tiny", CONFIG)
 
 
 def test_public_names_can_all_be_imported() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wavegraph import sizing
 from wavegraph.capture.buffers import page_bytes
 from wavegraph.config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MODEL_LEN, EngineConfig
 from wavegraph.errors import ConfigError
@@ -71,7 +72,7 @@ def test_no_plan_exceeds_the_limits(
         assert plan.bucket <= limits.max_rows
         assert plan.coda_bucket <= limits.max_coda_rows
         assert len(plan.span_slot) <= limits.max_spans
-        assert max(len(plan.token_slot), len(plan.page_slot)) <= limits.max_rows
+        assert len(plan.token_slot) <= limits.max_rows
         scheduler.apply(plan, StepResult(plan.step_id, [1] * len(plan.coda_tasks)))
     assert not scheduler.has_unfinished
 
@@ -89,6 +90,34 @@ def test_the_default_pool_is_bounded() -> None:
 def test_the_pool_is_what_was_asked_for() -> None:
     assert sizes_of(num_pages=5).scheduler.num_pages == 5
     assert sizes_of(kv_cache_bytes=5 * PAGE_BYTES + 1).scheduler.num_pages == 5
+
+
+def test_the_default_pool_leaves_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "memory_bytes", lambda: 1 << 30)
+    assert sizes_of(max_model_len=65536, max_num_seqs=100).scheduler.num_pages == (1 << 29) // PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_pages": 10**9}, r"the KV pool would take \d+ bytes, .* lower num_pages or kv_cache_bytes"),
+        ({"kv_cache_bytes": 10**15, "max_num_seqs": 10**6}, "the KV pool would take"),
+        ({"page_size": 10**12}, "or page_size"),
+        ({"max_num_seqs": 10**11}, r"the tables of requests would take \d+ bytes, .* lower max_num_seqs"),
+        ({"max_num_batched_tokens": 10**11}, "the buffers of a step would take .* lower max_num_batched_tokens"),
+        ({"buckets": (10**11,)}, "the largest of buckets"),
+    ],
+)
+def test_what_the_machine_cannot_hold_is_refused_before_it_is_built(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        sizes_of(**options)
+
+
+def test_parts_that_fit_alone_but_not_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "memory_bytes", lambda: 4_000_000)
+    sizes_of(max_model_len=64, max_num_seqs=4, num_pages=3)
+    with pytest.raises(ConfigError, match="pool, tables and buffers would take"):
+        sizes_of(max_model_len=64, max_num_seqs=4, num_pages=3_900_000 // PAGE_BYTES - 1)
 
 
 def test_a_pool_of_no_page_is_refused() -> None:

@@ -1,7 +1,11 @@
 """What commands share: the error-to-exit-code rule, option types, and JSON output that is checked early."""
 
+import errno
 import json
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +61,7 @@ def integers(text: str) -> list[int]:
 def json_output(command: Command) -> Command:
     """Add ``--json FILE`` (``-`` for stdout) as the argument ``json_path: Path | None``.
 
-    Whether the file can be written is found out before the command starts its work.
+    Whether it can be written is found out before the command starts its work.
     """
     return click.option(
         "--json",
@@ -68,10 +72,35 @@ def json_output(command: Command) -> Command:
     )(command)
 
 
+def emit(text: str, *, newline: bool = True) -> None:
+    """Print a result to stdout. Raises `OutputError`, but leaves a reader that went away to click's quiet end."""
+    try:
+        _require_stdout()
+        click.echo(text, nl=newline)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        _drop_stdout()
+        raise OutputError(f"stdout cannot be written ({error.strerror}); send the result elsewhere") from error
+    except UnicodeEncodeError as error:
+        raise OutputError(f"stdout cannot show the result in {error.encoding}; set PYTHONIOENCODING=utf-8") from error
+
+
+def _require_stdout() -> None:
+    if sys.stdout is None or sys.stdout.closed:
+        raise OutputError("stdout is closed, and the result goes there; open it, or name a file with --json")
+
+
+def _drop_stdout() -> None:
+    """Let what is buffered go nowhere, or Python tries to write it once more as it ends, and fails with 120."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def write_json(path: Path, text: str) -> None:
     """Write a line of JSON to ``path``, or to stdout for ``-``. Raises `OutputError`."""
     if path == STDOUT:
-        click.echo(text)
+        emit(text)
         return
     try:
         path.write_text(text + "\n", encoding="utf-8")
@@ -80,15 +109,18 @@ def write_json(path: Path, text: str) -> None:
 
 
 def _check_writable(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    if value is None or Path(value) == STDOUT:
-        return None if value is None else STDOUT
+    if value is None:
+        return None
     path = Path(value)
+    if path == STDOUT:
+        _require_stdout()
+        return path
     existed = path.exists()
     try:
         with path.open("a", encoding="utf-8"):
             pass
         if not existed:
-            path.unlink()
+            path.resolve().unlink()  # of a link that led nowhere, not the link but what was made at its end
     except OSError as error:
         raise _unwritable(path, error) from error
     return path

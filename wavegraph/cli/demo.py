@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from wavegraph.cli.common import json_output, to_json, write_json
+from wavegraph.cli.common import emit, json_output, to_json, write_json
 from wavegraph.cli.engine import Bars, engine_options, import_engine, load, model_path, take_options
 from wavegraph.errors import EngineError, InputError
 from wavegraph.outputs import RequestOutput
@@ -31,13 +31,22 @@ PASSAGE = (
 FRACTIONS = (1.0, 0.55, 0.25, 0.08)
 """The prompts: beginnings of the text, of uneven length, so that the longest runs on alone."""
 
+DEFAULTS: dict[str, Any] = {
+    "chunk": 16,
+    "max_batched_tokens": 256,
+    "max_num_seqs": len(FRACTIONS),
+    "prefix_cache": False,  # every run must do all of its work
+    "stage_policy": "fifo",  # the RFC's order, so that the two differ in the wavefront alone
+}
+"""Engine options that differ from those of `EngineConfig`."""
+
 
 @click.command("demo")
 @click.argument("model", default="builtin")
 @click.option("--prompt", "text", default=PASSAGE, metavar="TEXT", help="A text; its beginnings are the prompts.")
 @click.option("--max-tokens", type=int, default=24, show_default=True, metavar="N", help="Tokens to generate each.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs of each mode.")
-@engine_options
+@engine_options(without=("wavefront",), max_model_len="what the prompts need", **DEFAULTS)
 @json_output
 def demo_command(model: str, text: str, max_tokens: int, repeats: int, json_path: Path | None, **given: Any) -> None:
     """Generate from MODEL with the wavefront off and on; fails unless the tokens are equal.
@@ -46,15 +55,9 @@ def demo_command(model: str, text: str, max_tokens: int, repeats: int, json_path
     after a warm-up. MODEL is 'builtin' if left out; its weights are random, so its text means nothing.
     """
     import_engine()
-    given.pop("wavefront")
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     prompts = [text[: max(1, int(len(text) * fraction))] for fraction in FRACTIONS]
-    defaults = {
-        "chunk": 16,
-        "max_batched_tokens": 256,
-        "max_num_seqs": len(prompts),
-        "max_model_len": _count_tokens(model, text) + max_tokens,
-    }
+    defaults = {**DEFAULTS, "max_model_len": _count_tokens(model, text) + max_tokens}
     bars = Bars()
     off, on = (
         _Mode(on, load(model, take_options({**given, "wavefront": on}, **defaults), bars)) for on in (False, True)
@@ -94,12 +97,12 @@ class _Mode:
     runs: list[dict[str, float]] = field(default_factory=list)
 
     def run(self, prompts: list[str], params: SamplingParams, *, warm_up: bool) -> None:
-        before = self.llm.engine.stats
+        before = self.llm.engine.stats().scheduler
         self.outputs = self.llm.generate(prompts, params)
-        after = self.llm.engine.stats
+        after = self.llm.engine.stats().scheduler
         if warm_up:
             return
-        steps = after.steps - before.steps
+        steps = after.core_steps - before.core_steps
         rows = after.rows - before.rows
         padding = after.padding_rows - before.padding_rows
         self.runs.append({"steps": steps, "rows_per_step": rows / steps, "padding": padding / (rows + padding)})
@@ -124,6 +127,12 @@ def _speeds(outputs: list[RequestOutput]) -> dict[str, float]:
 
 def _print(outputs: list[RequestOutput], rows: tuple[dict[str, Any], ...], title: str) -> None:
     console = Console()
+    with console.capture() as captured:
+        _show(console, outputs, rows, title)
+    emit(captured.get(), newline=False)
+
+
+def _show(console: Console, outputs: list[RequestOutput], rows: tuple[dict[str, Any], ...], title: str) -> None:
     for output in outputs:
         prompt = output.prompt or ""
         shown = prompt if len(prompt) <= 60 else f"{prompt[:28]} … {prompt[-28:]}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,30 +11,64 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from wavegraph.cli.common import Command, integers
-from wavegraph.config import EngineConfig
+from wavegraph.config import DEFAULT_BATCHED_TOKENS, DEFAULT_MODEL_LEN, EngineConfig
 from wavegraph.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from wavegraph.llm import LLM
 
-_OPTIONS = (
-    click.option("--wavefront/--no-wavefront", default=None, help="Rows of several depths in a step.  [default: on]"),
-    click.option("--chunk", type=int, metavar="ROWS", help="prefill_chunk_size: rows of one request, depth and step."),
-    click.option("--max-batched-tokens", type=int, metavar="ROWS", help="Most rows of a step."),
-    click.option("--max-num-seqs", type=int, metavar="N", help="Most requests alive at once."),
-    click.option("--max-model-len", type=int, metavar="N", help="Most tokens, prompt and output, of a request."),
-    click.option("--page-size", type=int, metavar="N", help="Positions per KV page."),
-    click.option("--num-pages", type=int, metavar="N", help="Size of the KV pool in pages."),
-    click.option("--kv-cache-bytes", type=int, metavar="BYTES", help="Size of the KV pool in bytes."),
-    click.option("--buckets", type=integers, metavar="ROWS,…", help="Row counts to record."),
-    click.option("--kv-layout", metavar="NAME", help="Only last_exited exists."),
-    click.option("--threads", type=int, metavar="N", help="CPU threads."),
-    click.option("--check", is_flag=True, default=None, help="Judge every plan with the legality checker."),
-    click.option("--backend", metavar="NAME", help="recorded or eager."),
-    click.option("--dtype", metavar="NAME", help="auto, float32, bfloat16 or float16.  [default: auto]"),
-)
+
+def _number(text: str) -> dict[str, Any]:
+    return {"type": int, "metavar": "N", "help": text}
+
+
+def _rows(text: str) -> dict[str, Any]:
+    return {"type": int, "metavar": "ROWS", "help": text}
+
+
+def _choice(text: str) -> dict[str, Any]:
+    return {"metavar": "NAME", "help": text}
+
+
+_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wavefront": ("--wavefront/--no-wavefront", {"help": "Rows of several depths in a step."}),
+    "chunk": ("--chunk", _rows("prefill_chunk_size: most prompt rows of one request, depth and step.")),
+    "max_batched_tokens": ("--max-batched-tokens", _rows("Most rows of a step.")),
+    "max_num_seqs": ("--max-num-seqs", _number("Most requests alive at once.")),
+    "max_model_len": ("--max-model-len", _number("Most tokens, prompt and output, of a request.")),
+    "page_size": ("--page-size", _number("Positions per KV page.")),
+    "num_pages": ("--num-pages", _number("Size of the KV pool in pages.")),
+    "kv_cache_bytes": ("--kv-cache-bytes", _number("Size of the KV pool in bytes.")),
+    "buckets": ("--buckets", {"type": integers, "metavar": "ROWS,…", "help": "Row counts to record."}),
+    "kv_layout": ("--kv-layout", _choice("The only one there is.")),
+    "step_mix": ("--step-mix", _choice("fused or separate: prompt and decode rows in one step or not.")),
+    "stage_policy": ("--stage-policy", _choice("decode_first, refill or fifo: who goes first.")),
+    "admission": ("--admission", _choice("incremental or worst_case: pages a request is admitted with.")),
+    "admission_order": ("--admission-order", _choice("fcfs or priority.")),
+    "swap_bytes": ("--swap-bytes", _number("Host memory for preempted requests, in bytes.")),
+    "prefix_cache": ("--prefix-cache/--no-prefix-cache", {"help": "Share pages of equal prefixes."}),
+    "async_scheduling": ("--async/--no-async", {"help": "Plan while steps run."}),
+    "run_ahead": ("--run-ahead", _number("Steps planned ahead of the oldest result.")),
+    "trace": ("--trace", {"metavar": "FILE", "help": "Write a trace of every step for Perfetto."}),
+    "threads": ("--threads", _number("CPU threads.")),
+    "check": ("--check", {"is_flag": True, "help": "Judge every plan with the legality checker."}),
+    "backend": ("--backend", _choice("auto, compiled, recorded or eager.")),
+    "dtype": ("--dtype", _choice("auto, float32, bfloat16 or float16.")),
+}
 
 _CONFIG_NAMES = {"chunk": "prefill_chunk_size", "max_batched_tokens": "max_num_batched_tokens"}
+
+_DEFAULTS: dict[str, object] = {field.name: field.default for field in fields(EngineConfig)}
+
+_DEFAULT_TEXTS: dict[str, object] = {
+    "max_num_batched_tokens": f"the largest of --buckets, or {DEFAULT_BATCHED_TOKENS}",
+    "max_model_len": f"the model's, at most the pool; {DEFAULT_MODEL_LEN} unless compiled",
+    "kv_cache_bytes": "what all requests need, at most 4 GiB and half the memory",
+    "buckets": "powers of two and their midpoints",
+    "check": None,  # a flag
+    "backend": "auto",
+    "dtype": "auto",
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +79,28 @@ class EngineOptions:
     arguments: dict[str, str]
 
 
-def engine_options(command: Command) -> Command:
-    """Add the engine's options; the command gets them as keyword arguments, for `take_options`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def engine_options(*, without: tuple[str, ...] = (), **defaults: object) -> Callable[[Command], Command]:
+    """Add the engine's options; the command gets them as keyword arguments, for `take_options`.
+
+    The help shows the ``defaults`` (by option name), or else those of `EngineConfig`.
+    """
+
+    def add(command: Command) -> Command:
+        for name, (declaration, attributes) in reversed(_OPTIONS.items()):
+            if name not in without:
+                field = _CONFIG_NAMES.get(name, name)
+                default = defaults.get(name, _DEFAULT_TEXTS.get(field, _DEFAULTS.get(field)))
+                shown = {**attributes, "help": attributes["help"] + _default_help(default)}
+                command = click.option(declaration, name, default=None, **shown)(command)
+        return command
+
+    return add
+
+
+def _default_help(default: object) -> str:
+    if default is None:
+        return ""
+    return f"  [default: {('off', 'on')[default] if isinstance(default, bool) else default}]"
 
 
 def take_options(given: dict[str, Any], **defaults: Any) -> EngineOptions:
@@ -58,7 +109,7 @@ def take_options(given: dict[str, Any], **defaults: Any) -> EngineOptions:
     Raises `ConfigError` for a bad value.
     """
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    arguments: dict[str, str] = {name: values.pop(name) for name in ("backend", "dtype") if name in values}
+    arguments: dict[str, str] = {name: values.pop(name) for name in ("backend", "dtype", "trace") if name in values}
     if "buckets" in values:
         values["buckets"] = tuple(values["buckets"])
     return EngineOptions(EngineConfig(**{_CONFIG_NAMES.get(name, name): v for name, v in values.items()}), arguments)
@@ -88,11 +139,18 @@ def load(model: str, options: EngineOptions, bars: "Bars") -> "LLM":
     from wavegraph.llm import LLM
 
     with bars.show("Loading") as on_load, bars.show("Recording") as on_capture:
-        return LLM(model_path(model), options.config, on_load=on_load, on_capture=on_capture, **options.arguments)
+        return LLM(
+            model_path(model),
+            options.config,
+            on_build=bars.note("Compiling operators (once)"),
+            on_load=on_load,
+            on_capture=on_capture,
+            **options.arguments,
+        )
 
 
 class Bars:
-    """Progress bars on stderr; nothing at all when that is not a terminal."""
+    """Progress bars on stderr; nothing at all when that is not a terminal, but for a note."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -108,3 +166,12 @@ class Bars:
                 bar.update(task, completed=done, total=total)
 
             yield move
+
+    def note(self, label: str) -> Callable[[int, int], None]:
+        """A line for work that is rarely needed and takes long: printed when it begins."""
+
+        def tell(done: int, total: int) -> None:
+            if done == 0:
+                click.echo(f"{label} …", err=True)
+
+        return tell

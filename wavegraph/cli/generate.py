@@ -1,16 +1,15 @@
 """``wavegraph generate``: prompts in, text or token ids out."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from wavegraph.cli.common import integers, json_output, to_json, write_json
+from wavegraph.cli.common import emit, integers, json_output, to_json, write_json
 from wavegraph.cli.engine import Bars, engine_options, load, take_options
+from wavegraph.cli.sampling import sampling_options, take_sampling
 from wavegraph.errors import InputError
 from wavegraph.outputs import RequestOutput
-from wavegraph.sampling import SamplingParams
 
 
 @click.command("generate")
@@ -22,26 +21,21 @@ from wavegraph.sampling import SamplingParams
     multiple=True,
     type=integers,
     metavar="1,2,3",
-    help="A prompt as token ids. ditto.",
+    help="A prompt as token ids. Can be given several times.",
 )
 @click.option("--prompts-file", type=Path, metavar="FILE", help="A prompt per line; empty lines are left out.")
-@click.option("--max-tokens", type=int, default=16, show_default=True, metavar="N", help="Most tokens to generate.")
-@click.option("--stop-token-ids", type=integers, metavar="1,2,3", default="", help="Further ids that end a request.")
-@click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence id.")
-@engine_options
+@sampling_options
+@engine_options()
 @json_output
 def generate_command(
     model: str,
     texts: tuple[str, ...],
     ids: tuple[list[int], ...],
     prompts_file: Path | None,
-    max_tokens: int,
-    stop_token_ids: list[int],
-    ignore_eos: bool,
     json_path: Path | None,
     **given: Any,
 ) -> None:
-    """Generate greedily from MODEL: a checkpoint folder, a Hugging Face Hub id, or 'builtin'.
+    """Generate from MODEL: a checkpoint folder, a Hugging Face Hub id, or 'builtin'.
 
     Prompts run together, in this order: --prompt, --prompt-ids, --prompts-file. Prints each output's text, or
     its token ids if the checkpoint has no tokenizer.
@@ -51,17 +45,17 @@ def generate_command(
         prompts += _read_prompts(prompts_file)
     if not prompts:
         raise click.UsageError("No prompt: give --prompt, --prompt-ids or --prompts-file.")
+    params = take_sampling(given)
     options = take_options(given)
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids), ignore_eos=ignore_eos)
     bars = Bars()
     with load(model, options, bars) as llm:
         with bars.show("Generating") as on_progress:
             outputs = llm.generate(prompts, params, on_progress=on_progress)
-        stats = llm.engine.stats
+        stats = llm.engine.stats()
     if json_path is None:
         _print(outputs)
     else:
-        result = {"outputs": [output.to_dict() for output in outputs], "stats": asdict(stats)}
+        result = {"outputs": [output.to_dict() for output in outputs], "stats": stats.to_dict()}
         write_json(json_path, to_json(result))
 
 
@@ -78,5 +72,5 @@ def _read_prompts(path: Path) -> list[str]:
 def _print(outputs: list[RequestOutput]) -> None:
     for index, output in enumerate(outputs):
         if len(outputs) > 1:
-            click.echo(f"[{index}] {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
-        click.echo(output.text if output.text is not None else ",".join(map(str, output.token_ids)))
+            emit(f"[{index}] {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
+        emit(output.text if output.text is not None else ",".join(map(str, output.token_ids)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from wavegraph.cli.common import json_output, to_json, write_json
+from wavegraph.cli.common import emit, json_output, to_json, write_json
 from wavegraph.cli.engine import engine_options, import_engine, model_path, take_options
 from wavegraph.config import EngineConfig
 
@@ -17,7 +17,7 @@ PACKAGES = ("wavegraph", "torch", "numpy", "safetensors", "tokenizers", "hugging
 
 @click.command("info")
 @click.argument("model", required=False)
-@engine_options
+@engine_options()
 @json_output
 def info_command(model: str | None, json_path: Path | None, **given: Any) -> None:
     """Show versions, device and backends and, for MODEL, its shape and the pools it would get.
@@ -26,16 +26,28 @@ def info_command(model: str | None, json_path: Path | None, **given: Any) -> Non
     """
     import_engine()
     options = take_options(given)
+    backend, dtype = _checked(options.arguments)
     facts = {"versions": _versions(), "device": _device()}
     if model is not None:
-        facts["model"], facts["engine"] = _model(model, options.config, options.arguments.get("dtype", "auto"))
+        facts["model"], facts["engine"] = _model(model, options.config, dtype, backend)
     if json_path is not None:
         write_json(json_path, to_json(facts))
         return
     for section, entries in facts.items():
-        click.echo(f"{section}")
+        emit(section)
         for name, value in entries.items():
-            click.echo(f"  {name:<26} {value:,}" if type(value) is int else f"  {name:<26} {value}")
+            emit(f"  {name:<26} {value:,}" if type(value) is int else f"  {name:<26} {value}")
+
+
+def _checked(arguments: dict[str, str]) -> tuple[str, str]:
+    """Names of backend and dtype. Raises `ConfigError` if one is none."""
+    from wavegraph.model.loading import check_dtype
+    from wavegraph.runner import AUTO, check_backend
+
+    backend, dtype = arguments.get("backend", AUTO), arguments.get("dtype", "auto")
+    check_backend(backend)
+    check_dtype(dtype)
+    return backend, dtype
 
 
 def _versions() -> dict[str, Any]:
@@ -46,41 +58,45 @@ def _device() -> dict[str, Any]:
     import torch
 
     from wavegraph.capture.backends.registry import backend_names
+    from wavegraph.runner import AUTO, choose_backend
 
+    chosen, reason = choose_backend(AUTO, torch.float32)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "gpu": gpu,
         "backends": ", ".join(backend_names()),
+        "default backend": chosen + f" ({reason})" * bool(reason),
     }
 
 
-def _model(model: str, config: EngineConfig, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _model(model: str, config: EngineConfig, dtype: str, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
 
     from wavegraph.capture.buffers import page_bytes, pool_bytes
     from wavegraph.model.config import OuroConfig
-    from wavegraph.model.loading import resolve_checkpoint
+    from wavegraph.model.loading import checkpoint_dtype, resolve_checkpoint
     from wavegraph.model.weights import tensor_shapes
+    from wavegraph.runner import choose_backend
     from wavegraph.sizing import derive
 
     folder = resolve_checkpoint(model_path(model))
     shape = OuroConfig.from_file(folder)
-    if dtype == "auto":
-        dtype = shape.dtype or "float32"
-    torch_dtype = getattr(torch, dtype)
-    sizes = derive(config, shape, torch_dtype)
+    torch_dtype = checkpoint_dtype(folder, shape, dtype)
+    chosen, reason = choose_backend(backend, torch_dtype)
+    sizes = derive(config, shape, torch_dtype, dense_attention=chosen != "compiled")
     parameters = sum(torch.Size(size).numel() for size in tensor_shapes(shape).values())
     facts = {
         "folder": str(folder),
         **asdict(shape),
-        "dtype": dtype,
+        "dtype": str(torch_dtype).removeprefix("torch."),
         "parameters": parameters,
         "weight_bytes": parameters * torch_dtype.itemsize,
         "pool_bytes_per_token": page_bytes(shape, 1, torch_dtype),
     }
     engine = {
+        "backend": chosen + f" ({reason})" * bool(reason),
         **{name: value for name, value in asdict(sizes.scheduler).items() if name != "depths"},
         "kv_pool_tokens": sizes.scheduler.num_pages * config.page_size,
         "pool_bytes": pool_bytes(shape, sizes.limits, torch_dtype),

@@ -6,34 +6,48 @@ from pathlib import Path
 import click
 
 from wavegraph.buckets.ladder import Ladder
-from wavegraph.cli.common import json_output, write_json
+from wavegraph.cli.common import emit, json_output, write_json
+from wavegraph.cli.engine import Bars
 from wavegraph.scheduler.scheduler import SchedulerConfig
 from wavegraph.simulate import SimulationResult, simulate
+
+MAX_TOTAL = 1 << 26
+"""Most tokens of all requests together: what one process can hold and a simulation can get through."""
+
+MAX_ROWS = 1 << 20
 
 
 @click.command("simulate")
 @click.option(
     "--requests",
     default=4,
-    type=click.IntRange(1),
+    type=click.IntRange(1, 1 << 16),
     show_default=True,
     help="Requests, all present at the start.",
 )
-@click.option("--prompt-len", default=8064, type=click.IntRange(1), show_default=True, help="Prompt tokens of each.")
-@click.option("--max-tokens", default=1, type=click.IntRange(1), show_default=True, help="Output tokens of each.")
-@click.option("--chunk", default=16, type=click.IntRange(1), show_default=True, help="prefill_chunk_size, rows.")
+@click.option(
+    "--prompt-len", default=8064, type=click.IntRange(1, MAX_TOTAL), show_default=True, help="Prompt tokens of each."
+)
+@click.option(
+    "--max-tokens", default=1, type=click.IntRange(1, MAX_TOTAL), show_default=True, help="Output tokens of each."
+)
+@click.option(
+    "--chunk", default=16, type=click.IntRange(1, MAX_ROWS), show_default=True, help="prefill_chunk_size, rows."
+)
 @click.option(
     "--max-batched-tokens",
     default=1024,
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_ROWS),
     show_default=True,
     help="Most rows of a step.",
 )
 @click.option(
-    "--max-num-seqs", type=click.IntRange(1), help="Most requests running at once.  [default: all, up to 256]"
+    "--max-num-seqs", type=click.IntRange(1, 1 << 16), help="Most requests running at once.  [default: all, up to 256]"
 )
-@click.option("--page-size", default=16, type=click.IntRange(1), show_default=True, help="Positions per KV page.")
-@click.option("--depths", default=4, type=click.IntRange(1), show_default=True, help="Loops of the model (D).")
+@click.option(
+    "--page-size", default=16, type=click.IntRange(1, MAX_ROWS), show_default=True, help="Positions per KV page."
+)
+@click.option("--depths", default=4, type=click.IntRange(1, 64), show_default=True, help="Loops of the model (D).")
 @click.option("--ladder", help="Bucket sizes such as 16,64,256,1024, or 'default'.  [default: exact row counts]")
 @click.option("--wavefront/--no-wavefront", default=True, show_default=True, help="Rows of several depths in a step.")
 @click.option("--max-steps", type=click.IntRange(1), help="Stop after this many steps.")
@@ -60,8 +74,14 @@ def simulate_command(
 
         wavegraph simulate --requests 4 --prompt-len 8064 --chunk 16 --max-batched-tokens 1024
     """
-    seqs = max_num_seqs or min(requests, 256)
+    seqs = min(requests, max_num_seqs or 256)
     tokens = prompt_len + max_tokens
+    if requests * tokens > MAX_TOTAL:
+        raise click.BadParameter(
+            f"{requests} requests of {tokens} tokens are {requests * tokens}, but at most {MAX_TOTAL} can be "
+            "simulated; lower --prompt-len, --max-tokens or --requests",
+            param_hint="--requests",
+        )
     config = SchedulerConfig(
         depths=depths,
         page_size=page_size,
@@ -72,14 +92,17 @@ def simulate_command(
         prefill_chunk_size=chunk,
         wavefront=wavefront,
     )
-    result = simulate(
-        [prompt_len] * requests,
-        config,
-        max_tokens=max_tokens,
-        ladder=_ladder(ladder, max_batched_tokens),
-        check=check,
-        max_steps=max_steps,
-    )
+    buckets = _ladder(ladder, max_batched_tokens)
+    with Bars().show("Simulating") as progress:
+        result = simulate(
+            [prompt_len] * requests,
+            config,
+            max_tokens=max_tokens,
+            ladder=buckets,
+            check=check,
+            max_steps=max_steps,
+            progress=progress,
+        )
     if json_path is None:
         _print(result)
     else:
@@ -107,4 +130,4 @@ def _ladder(text: str | None, max_rows: int) -> Ladder | None:
 
 def _print(result: SimulationResult) -> None:
     for name, value in result.as_dict().items():
-        click.echo(f"{name:>18}  {value:,}")
+        emit(f"{name:>18}  {value:,}")
