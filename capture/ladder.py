@@ -31,7 +31,7 @@ class LadderStats:
     rows: int = 0
     padding_rows: int = 0
     misses: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 class CapturedLadder:

@@ -47,7 +47,7 @@ class LaneQueue:
     def take(self, budget: int, chunk: int, allow: Allow, taken: Taken) -> int:
         """Move turns from the head to ``taken`` until the budget is full; returns what is left of it.
 
-        A span never joins prompt and decoded positions. Lanes for which there is no room keep their place.
+        Lanes for which there is no room keep their place.
         """
         lanes, kept = self._lanes, []
         while lanes and budget:
@@ -55,10 +55,7 @@ class LaneQueue:
             lane = entry[1]
             if lane.stale:
                 continue
-            start, end, prompt = lane.next, lane.limit, lane.request.prefill_end
-            if start < prompt < end:
-                end = prompt
-            wanted = min(lane.turn or chunk, end - start)
+            wanted = min(lane.turn or chunk, _ready_rows(lane))
             count = min(wanted, budget)
             if not lane.depth:
                 count = allow(lane, count, taken)
@@ -72,6 +69,12 @@ class LaneQueue:
                 lane.queued = False
         lanes.extendleft(reversed(kept))
         return budget
+
+
+def _ready_rows(lane: Lane) -> int:
+    """Rows that may go into one span, which never joins prompt and decoded positions."""
+    start, end, prompt = lane.next, lane.limit, lane.request.prefill_end
+    return (prompt if start < prompt < end else end) - start
 
 
 class StagePolicy(Protocol):
@@ -240,7 +243,7 @@ class OrdinaryOrder:
                 return []  # its gate's decision may send it on
             lane = _lagging_lane(request)
             if lane is not None:
-                return [(lane, min(rows, lane.limit - lane.next))]
+                return [(lane, min(rows, _ready_rows(lane)))]
             self._behind.popleft()
             self.ready(request.lanes[0])
         return []

@@ -98,12 +98,17 @@ class Residency:
         return True
 
     def _claim_pages(self, request: Request) -> bool:
-        """Hold or reserve what a request needs to start: its worst case, or the tokens it has."""
+        """Hold or reserve what a request needs to start: its worst case, or the tokens it has.
+
+        Where requests grow, a page is left for each that runs: one that came in on their last pages would only be
+        preempted for them.
+        """
         config, size = self._config, self._config.page_size
+        room = self.pages.available - (0 if config.reserve_worst_case else len(self.running))
         if request.swapped:
             held = request.swapped_pages
             reserved = max(held, request.pages_needed) if config.reserve_worst_case else held
-            if not self.pages.reserve(reserved):
+            if reserved > room or not self.pages.reserve(reserved):
                 return False
             request.reserved = reserved
             self._take_pages(request, held)
@@ -111,7 +116,7 @@ class Residency:
         shared, key = self._cached_prefix(request)
         known = min(-(-request.known // size), request.pages_needed)
         needed = (request.pages_needed if config.reserve_worst_case else known) - len(shared)
-        if not self.pages.reserve_with(shared, needed):
+        if needed > room or not self.pages.reserve_with(shared, needed):
             return False
         request.reserved = needed
         request.pages = shared

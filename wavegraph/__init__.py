@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wavegraph.errors import (
+    BundleError,
     CaptureError,
     CheckpointError,
     ConfigError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BundleError",
     "CaptureError",
     "CheckpointError",
     "ConfigError",

@@ -70,7 +70,9 @@ class EngineConfig:
 
     Other:
 
-    - ``check``: have an independent checker judge each plan before it runs; a bad one raises `EngineError`.
+    - ``check``: have an independent checker judge each plan before it runs, and look over every eighth step: replay
+      against eager run, addresses, canaries round all buffers (`wavegraph.capture.audit`). What it finds raises
+      `EngineError`.
     - ``threads``: CPU threads of torch in this process. None: leave as it is.
     """
 

@@ -6,6 +6,7 @@
     ├── InputError            the caller's input is wrong; nothing was changed       CLI exit code 2
     │   ├── ConfigError       an option or a model's config.json has a bad value
     │   ├── CheckpointError   a checkpoint cannot be read as what its config says
+    │   ├── BundleError       a bundle is damaged, or was made for another model or machine
     │   ├── RequestError      one request is refused; all others go on
     │   └── OutputError       a result cannot be written where it was asked for
     ├── CaptureError          a program cannot be recorded, or a replay does not fit its capture
@@ -34,6 +35,10 @@ class ConfigError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint's files are missing, damaged, or do not hold what its config says."""
+
+
+class BundleError(InputError):
+    """A bundle is damaged, or was made for another model, machine or version."""
 
 
 class RequestError(InputError):

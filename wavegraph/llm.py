@@ -7,12 +7,14 @@ from types import TracebackType
 
 import torch
 
+from wavegraph.capture.bundle import read_bundle
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine, Progress
 from wavegraph.errors import ConfigError, EngineError, RequestError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.loading import checkpoint_dtype, load_model, resolve_checkpoint
 from wavegraph.outputs import RequestOutput
+from wavegraph.precompile import with_bundle
 from wavegraph.runner import AUTO, check_backend, make_runner
 from wavegraph.sampling import SamplingParams
 from wavegraph.sizing import derive
@@ -31,6 +33,7 @@ def build_engine(
     *,
     dtype: str = "auto",
     backend: str = AUTO,
+    bundle: str | Path | None = None,
     trace: str | Path | None = None,
     on_build: Progress | None = None,
     on_load: Progress | None = None,
@@ -49,7 +52,10 @@ def build_engine(
         torch.set_num_threads(config.threads)
     shape = OuroConfig.from_file(folder)
     torch_dtype = checkpoint_dtype(folder, shape, dtype)
-    runner = make_runner(backend, torch_dtype, on_build)
+    package = read_bundle(bundle) if bundle is not None else None
+    if package is not None:
+        config = with_bundle(config, package, shape, torch_dtype)
+    runner = make_runner(backend, torch_dtype, on_build, package)
     sizes = derive(config, shape, torch_dtype, dense_attention=runner.ops.dense_attention)
     with _allocation_refused():
         model = load_model(folder, ops=runner.ops, dtype=dtype, max_model_len=config.max_model_len, progress=on_load)
@@ -90,6 +96,8 @@ class LLM:
     - ``backend``: ``"compiled"`` replays our own C++ operators, recorded for each bucket, and gives a row the same bits
       in any company; ``"recorded"`` replays ATen operators, ``"eager"`` runs them from the model's Python each time.
       ``"auto"`` is ``"compiled"``, or ``"recorded"`` where there is neither a C++ compiler nor a build, or in float16.
+    - ``bundle``: a folder that ``wavegraph precompile`` made: its operators are loaded, not compiled, and its ladder is
+      used. One that is damaged, or does not fit, raises `BundleError`.
     - ``trace``: a file for a trace of every step in Chrome's format, for Perfetto; complete once closed.
     - ``on_build`` (only if operators must be compiled), ``on_load``, ``on_capture``: told about progress as
       ``(done, total)``.
@@ -105,6 +113,7 @@ class LLM:
         *,
         dtype: str = "auto",
         backend: str = AUTO,
+        bundle: str | Path | None = None,
         trace: str | Path | None = None,
         on_build: Progress | None = None,
         on_load: Progress | None = None,
@@ -116,6 +125,7 @@ class LLM:
             self.config,
             dtype=dtype,
             backend=backend,
+            bundle=bundle,
             trace=trace,
             on_build=on_build,
             on_load=on_load,

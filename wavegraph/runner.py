@@ -11,6 +11,7 @@ import torch
 
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.backends.registry import create_backend
+from wavegraph.capture.bundle import Bundle
 from wavegraph.errors import ConfigError
 from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.base import Ops
@@ -37,11 +38,15 @@ def check_backend(name: str) -> None:
         create_backend(name)
 
 
-def choose_backend(name: str, dtype: torch.dtype) -> tuple[str, str]:
+def choose_backend(name: str, dtype: torch.dtype, bundle: Bundle | None = None) -> tuple[str, str]:
     """The backend that ``name`` means for a model in ``dtype``, and why it is not `compiled`, if ``auto`` fell back.
 
-    Nothing is built. Raises `ConfigError` for `compiled` in a dtype that it lacks.
+    Nothing is built. Raises `ConfigError` for `compiled` in a dtype that it lacks, or for a bundle of another backend.
     """
+    if bundle is not None:
+        if name not in (AUTO, "compiled"):
+            raise ConfigError(f"backend: {name!r} runs no bundle; use 'compiled', or no bundle")
+        return "compiled", ""
     if name not in (AUTO, "compiled"):
         return name, ""
     if dtype not in DTYPES:
@@ -57,12 +62,17 @@ def choose_backend(name: str, dtype: torch.dtype) -> tuple[str, str]:
     return "compiled", ""
 
 
-def make_runner(name: str, dtype: torch.dtype, on_build: Callable[[int, int], None] | None = None) -> Runner:
+def make_runner(
+    name: str, dtype: torch.dtype, on_build: Callable[[int, int], None] | None = None, bundle: Bundle | None = None
+) -> Runner:
     """The backend and operators for ``name``, which may first be compiled; ``on_build`` is told how far that is.
 
-    Raises as `choose_backend`, and `BuildError` if `compiled` was asked for by name and cannot be had.
+    Those of a bundle, which fits, are loaded and never compiled. Raises as `choose_backend`, and `BuildError` if
+    `compiled` was asked for by name, or by a bundle, and cannot be had.
     """
-    chosen, reason = choose_backend(name, dtype)
+    chosen, reason = choose_backend(name, dtype, bundle)
+    if bundle is not None:
+        return Runner(create_backend(chosen), CpuOps(bundle.isa, bundle.library))
     if chosen == "compiled":
         try:
             return Runner(create_backend(chosen), CpuOps(progress=on_build))

@@ -36,6 +36,15 @@ _X86_ISAS: dict[str, tuple[str, ...]] = {
     "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 
+ISA_FEATURES: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": ("avx2", "fma"),
+    "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "avx512_bf16": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"),
+    "amx": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"),
+}
+"""What the kernels of each instruction set need of a CPU, by the names of ``/proc/cpuinfo``."""
+
 # -ffp-contract=off: only the sources say where a product and a sum are fused, or bits would depend on the loop.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
 
@@ -158,12 +167,26 @@ def _isas() -> dict[str, tuple[str, ...]]:
     return _X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {}
 
 
-def _key(compiler: Sequence[str]) -> str:
-    """A digest of everything that shapes a build."""
-    parts = [torch.__version__, _run([*compiler, "--version"]), repr((_FLAGS, _isas()))]
+def sources_digest() -> str:
+    """A digest of the operators' sources and the flags they are compiled with."""
+    parts = [repr((_FLAGS, _isas()))]
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         parts += [source.name, source.read_text()]
     return _digest("\0".join(parts).encode())
+
+
+def cpu_features() -> frozenset[str]:
+    """What this CPU has, by the names of ``/proc/cpuinfo``; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _key(compiler: Sequence[str]) -> str:
+    """A digest of everything that shapes a build."""
+    return _digest("\0".join((torch.__version__, _run([*compiler, "--version"]), sources_digest())).encode())
 
 
 def _digest(content: bytes) -> str:

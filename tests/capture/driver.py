@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wavegraph.buckets.ladder import Ladder
+from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.buffers import Limits
 from wavegraph.capture.executor import Executor
 from wavegraph.model.config import OuroConfig
@@ -57,7 +58,7 @@ def tiny_model(
 
 def make_executor(
     model: Model,
-    backend: str = "recorded",
+    backend: Backend | str = "recorded",
     *,
     ladder: Sequence[int] = (1, 2, 4, 8),
     coda_ladder: Sequence[int] = (1, 2, 3),
@@ -67,6 +68,7 @@ def make_executor(
     max_model_len: int = 32,
     max_num_seqs: int = 3,
     asynchronous: bool = False,
+    check: bool = False,
 ) -> Executor:
     """A captured executor."""
     limits = Limits(
@@ -86,6 +88,7 @@ def make_executor(
         backend,
         max_in_flight=max_in_flight,
         asynchronous=asynchronous,
+        check=check,
     )
     executor.capture()
     return executor

@@ -28,6 +28,15 @@ QUICK = {("tiny", "fused-async"), ("tiny_gqa", "ordinary-async"), ("tiny_hd32", 
 slow = pytest.mark.slow
 
 
+# Mean loops of the tokens after the first, as a prototype on the public model found them.
+TINY_LOOPS = {
+    "gen_tokens_thr_0.3": 2.522,
+    "gen_tokens_thr_0.5": 2.913,
+    "gen_tokens_thr_0.7": 2.783,
+    "gen_tokens_thr_0.9": 3.522,
+}
+
+
 def quick_or_slow(pairs: list[tuple[str, str]], quick: set[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*pair, marks=[] if pair in quick else slow) for pair in pairs]
 
@@ -115,6 +124,8 @@ def test_an_exact_exit_costs_as_many_steps_as_loops(checkpoint: str) -> None:
         after = sync.stats().scheduler
         loops = sum(depth + 1 for depth in output.exit_depths[1:])
         assert after.core_steps - first.core_steps == loops, key
+        if checkpoint == "tiny" and key in TINY_LOOPS:
+            assert round(loops / 23, 3) == TINY_LOOPS[key]
         assert after.rows - before.rows <= 4 * (8 + 24 - 1), key
 
         before = ahead.stats().scheduler
@@ -129,15 +140,6 @@ def test_an_exact_exit_costs_as_many_steps_as_loops(checkpoint: str) -> None:
     ahead.close()
 
 
-@pytest.mark.parametrize(("threshold", "mean"), [(0.3, 2.522), (0.5, 2.913), (0.7, 2.783), (0.9, 3.522)])
-def test_mean_loops_of_the_goldens(threshold: float, mean: float) -> None:
-    engine = build(async_scheduling=False)
-    prompt = golden("tiny")["gen_prompt"].tolist()
-    (output,) = generate(engine, [(prompt, params(exit_threshold=threshold))])
-    assert round(sum(depth + 1 for depth in output.exit_depths[1:]) / 23, 3) == mean
-    engine.close()
-
-
 COPIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(({"exit_threshold": t}, {"threshold": t}) for t in (0.3, 0.5, 0.7, 0.9)),
     *(({"exit_at_step": k}, {"first": k, "last": k}) for k in range(4)),
@@ -150,7 +152,7 @@ COPIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ("checkpoint", "mode"),
     quick_or_slow(
         [(c, m) for c in CHECKPOINTS for m in ("fused-async", "fused-sync", "ordinary-async", "narrow")],
-        {("tiny", "fused-async"), ("tiny_gqa", "fused-sync")},
+        {("tiny", "fused-async")},
     ),
 )
 def test_copied_exits_are_those_of_a_dense_reference(checkpoint: str, mode: str, preempted: str | None) -> None:

@@ -46,6 +46,8 @@ def test_a_thousand_requests_through_a_pool_for_twenty() -> None:
             name = rng.choice(list(engine._records))
             assert engine.abort(name)
             ended[name] = "abort"
+        if rng.random() < 0.2 and engine.scheduler.residency.running:
+            engine.preempt(rng.choice(list(engine.scheduler.residency.running)))
         for output in engine.step():
             if output.finished:
                 assert output.request_id not in ended

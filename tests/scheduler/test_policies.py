@@ -235,3 +235,15 @@ def test_ordinary_prefill_goes_on_with_a_request_that_left_in_mid_plan(steps: in
     assert harness.scheduler.stats.rows == 3 * (10 + 2), "no row was lost or run twice"
     harness.check_output("a")
     harness.check_drained()
+
+
+def test_a_request_is_not_admitted_on_the_last_pages_of_those_that_grow() -> None:
+    """Sixty requests through a pool for twenty: without headroom, most of them would come in only to be preempted."""
+    config = make_config(num_pages=60, max_num_seqs=60, reserve_worst_case=False, swap_pages=500, depths=1)
+    harness = Harness(config)
+    for index in range(60):
+        harness.add(str(index), 6, max_tokens=5)
+    harness.run()
+    assert harness.scheduler.residency.preemptions == 0
+    assert max(len(plan.tasks) for plan in harness.plans) > 10
+    harness.check_drained()

@@ -18,7 +18,9 @@ def _command(module: str) -> Callable[[], click.Command]:
 
 @click.group(
     cls=CommandGroup,
-    commands={name: _command(name) for name in ("generate", "demo", "info", "simulate")},
+    commands={
+        name: _command(name) for name in ("generate", "demo", "info", "simulate", "precompile", "bundle", "bench")
+    },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(package_name="wavegraph")

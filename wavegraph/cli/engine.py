@@ -54,6 +54,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "check": ("--check", {"is_flag": True, "help": "Judge every plan with the legality checker."}),
     "backend": ("--backend", _choice("auto, compiled, recorded or eager.")),
     "dtype": ("--dtype", _choice("auto, float32, bfloat16 or float16.")),
+    "bundle": ("--bundle", {"metavar": "DIR", "help": "Compile nothing: use what 'precompile' put into DIR."}),
 }
 
 _CONFIG_NAMES = {"chunk": "prefill_chunk_size", "max_batched_tokens": "max_num_batched_tokens"}
@@ -109,7 +110,9 @@ def take_options(given: dict[str, Any], **defaults: Any) -> EngineOptions:
     Raises `ConfigError` for a bad value.
     """
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    arguments: dict[str, str] = {name: values.pop(name) for name in ("backend", "dtype", "trace") if name in values}
+    arguments: dict[str, str] = {
+        name: values.pop(name) for name in ("backend", "dtype", "trace", "bundle") if name in values
+    }
     if "buckets" in values:
         values["buckets"] = tuple(values["buckets"])
     return EngineOptions(EngineConfig(**{_CONFIG_NAMES.get(name, name): v for name, v in values.items()}), arguments)

@@ -1,0 +1,45 @@
+"""``wavegraph precompile``: compile what a model needs, into a folder."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wavegraph.cli.common import emit, integers, json_output, to_json, write_json
+from wavegraph.cli.engine import Bars, import_engine, model_path
+from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
+
+
+@click.command("precompile")
+@click.argument("model")
+@click.option("--out", required=True, type=Path, metavar="DIR", help="The bundle's folder.")
+@click.option("--target", default="cpu", show_default=True, metavar="NAME", help="What it is for: cpu.")
+@click.option(
+    "--ladder",
+    type=integers,
+    metavar="ROWS,…",
+    help=f"Row counts to record.  [default: powers of two and their midpoints up to {DEFAULT_BATCHED_TOKENS}]",
+)
+@click.option("--dtype", default="auto", show_default=True, metavar="NAME", help="auto, float32 or bfloat16.")
+@click.option("--page-size", default=EngineConfig.page_size, show_default=True, metavar="N", help="Positions per page.")
+@json_output
+def precompile_command(
+    model: str, out: Path, target: str, ladder: list[int] | None, dtype: str, page_size: int, json_path: Path | None
+) -> None:
+    """Compile what MODEL needs into a bundle, for 'generate --bundle DIR' to run without a compiler.
+
+    It is for CPUs with the instruction set of this one, or with the one that WAVEGRAPH_CPU_ISA names, and for these
+    versions of torch and Wavegraph. No weights are read.
+    """
+    import_engine()
+    from wavegraph.precompile import precompile
+
+    on_build = Bars().note("Compiling operators (once)")
+    bundle = precompile(
+        model_path(model), out, target=target, ladder=ladder, dtype=dtype, page_size=page_size, on_build=on_build
+    )
+    facts: dict[str, Any] = {"bundle": str(bundle.folder), "fingerprint": bundle.fingerprint}
+    if json_path is not None:
+        write_json(json_path, to_json(facts))
+    else:
+        emit(f"{bundle.folder}: {bundle.fingerprint['target']} ({bundle.isa}), {bundle.fingerprint['dtype']}")
