@@ -47,6 +47,7 @@ class NullBackend(Backend):
 
 
 def build(requests: int, spans: int, run_ahead: int, tokens: int) -> Engine:
+    """An engine of no-ops with ``requests`` running, as many waiting, all decoding for ``tokens`` positions."""
     config = OuroConfig.from_dict(SHAPE)
     weights = dict(random_weights(config, seed=0))
     model = model_from_tensors(config, weights, ops=AtenOps(), dtype=torch.float32, max_model_len=tokens)
@@ -65,6 +66,8 @@ def build(requests: int, spans: int, run_ahead: int, tokens: int) -> Engine:
 
 
 def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """``call``, its CPU seconds in this thread appended to ``seconds``."""
+
     def measured(*arguments: Any, **named: Any) -> Any:
         started = time.thread_time()
         try:
@@ -98,11 +101,13 @@ def measure(engine: Engine, steps: int) -> dict[str, float]:
 
 
 def commit() -> str:
+    """The commit of the working folder, if it is a checkout."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip()
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--spans", type=int, default=64)

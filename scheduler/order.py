@@ -140,7 +140,8 @@ class _Queues:
 
     def __init__(self, policy: StagePolicy) -> None:
         self._policy = policy
-        self._queues = {Kind.PROMPT: LaneQueue(), Kind.DECODE: LaneQueue()}
+        self._prompts = LaneQueue()
+        self._decodes = LaneQueue()
         self._arrivals = 0
 
     def offer(self, lane: Lane) -> None:
@@ -149,21 +150,19 @@ class _Queues:
         if lane.queued or lane.next >= lane.limit or request.slot < 0 or request.known >= request.total_limit:
             return
         self._arrivals += 1
-        kind = Kind.PROMPT if lane.next < request.prefill_end else Kind.DECODE
-        self._queues[kind].push(lane, self._arrivals)
+        queue = self._prompts if lane.next < request.prefill_end else self._decodes
+        queue.push(lane, self._arrivals)
 
     def take(self, budget: int, chunk: int, allow: Allow, fused: bool) -> Taken:
-        prompts, decodes = self._queues[Kind.PROMPT], self._queues[Kind.DECODE]
-        kinds = [kind for kind, queue in self._queues.items() if queue.oldest is not None]
-        if len(kinds) == 2:
-            first = self._policy.first(prompts, decodes)
-            kinds.sort(key=lambda kind: kind is not first)
+        prompts, decodes = self._prompts, self._decodes
+        ready = [queue for queue in (prompts, decodes) if queue.oldest is not None]
+        if len(ready) == 2 and self._policy.first(prompts, decodes) is Kind.DECODE:
+            ready.reverse()
         taken: Taken = []
-        for kind in kinds:
+        for queue in ready:
             before = len(taken)
             if budget and (fused or not taken):
-                budget = self._queues[kind].take(budget, chunk, allow, taken)
-            queue = self._queues[kind]
+                budget = queue.take(budget, chunk, allow, taken)
             queue.waited = 0 if len(taken) > before else queue.waited + 1
         return taken
 
@@ -174,10 +173,7 @@ class WavefrontOrder:
     def __init__(self, policy: StagePolicy, fused: bool) -> None:
         self._queues = _Queues(policy)
         self._fused = fused
-
-    def ready(self, lane: Lane) -> None:
-        """Queue ``lane`` behind its kind."""
-        self._queues.offer(lane)
+        self.ready = self._queues.offer
 
     def resume(self, request: Request) -> None:
         """Queue every lane of a request that came (back) to the device."""

@@ -226,8 +226,7 @@ class Scheduler:
         for request in self._residency.admit(plan):
             self._resume(request)
         lanes = self._order.take(config.max_num_batched_tokens, config.prefill_chunk_size, self._allow)
-        for lane, count in lanes:
-            self._add_span(plan, lane, count)
+        self._add_spans(plan, lanes)
         for lane, _ in lanes:
             self._advance(lane)
         self._add_codas(plan)
@@ -277,40 +276,51 @@ class Scheduler:
         start = lane.next
         return self._residency.room(self._draft, lane.request, start + count, taken) - start
 
-    def _add_span(self, plan: StepPlan, lane: Lane, count: int) -> None:
-        """Append rows ``next .. next + count`` of a lane to the plan and move the lane's frontier."""
-        request, depth, start = lane.request, lane.depth, lane.next
-        end = start + count
-        prompt = start < request.num_prompt_tokens
-        if depth == 0 and start < request.host_end:
-            plan.token_slot.extend([request.slot] * count)
-            plan.token_pos.extend(range(start, end))
-            plan.token_id.extend(request.tokens[start:end])
-        lane.next = end
-        request.in_flight += 1
-        page_size = self.config.page_size
-        self._tasks += 1
-        plan.tasks.append(
-            ExecutionTask(
-                self._tasks,
-                plan.step_id,
-                request.spec.request_id,
-                request.generation,
-                request.slot,
-                PROMPT if start < request.prefill_end else DECODE,
-                RECURRENT if depth else COMPOSITE_DEPTH0,
-                depth,
-                start,
-                count,
-                FULL_DEPTH if prompt else DECODE_DEPTH,
-                request.pages[start // page_size : (end - 1) // page_size + 1],
-            )
+    def _add_spans(self, plan: StepPlan, lanes: Taken) -> None:
+        """Append rows ``next .. next + count`` of each lane to the plan and move the lanes' frontiers.
+
+        One loop over local names: this is what a step costs the host.
+        """
+        page_size, step_id, task_id = self.config.page_size, plan.step_id, self._tasks
+        tasks, slots, starts, counts, depths = (
+            plan.tasks,
+            plan.span_slot,
+            plan.span_start,
+            plan.span_count,
+            plan.span_depth,
         )
-        plan.span_slot.append(request.slot)
-        plan.span_start.append(start)
-        plan.span_count.append(count)
-        plan.span_depth.append(depth)
-        plan.rows += count
+        for lane, count in lanes:
+            request, depth, start = lane.request, lane.depth, lane.next
+            slot, end = request.slot, start + count
+            if depth == 0 and start < request.host_end:
+                plan.token_slot.extend([slot] * count)
+                plan.token_pos.extend(range(start, end))
+                plan.token_id.extend(request.tokens[start:end])
+            lane.next = end
+            request.in_flight += 1
+            task_id += 1
+            tasks.append(
+                ExecutionTask(
+                    task_id,
+                    step_id,
+                    request.spec.request_id,
+                    request.generation,
+                    slot,
+                    PROMPT if start < request.prefill_end else DECODE,
+                    RECURRENT if depth else COMPOSITE_DEPTH0,
+                    depth,
+                    start,
+                    count,
+                    FULL_DEPTH if start < request.num_prompt_tokens else DECODE_DEPTH,
+                    request.pages[start // page_size : (end - 1) // page_size + 1],
+                )
+            )
+            slots.append(slot)
+            starts.append(start)
+            counts.append(count)
+            depths.append(depth)
+        plan.rows = sum(counts)
+        self._tasks = task_id
 
     def _advance(self, lane: Lane) -> None:
         """Step boundary for one lane that ran: queue what it made ready (RFC "Dependency graph", transitions)."""

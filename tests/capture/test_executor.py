@@ -305,3 +305,9 @@ def test_ring_hands_out_the_slot_that_was_free_longest() -> None:
     ring.give(second)
     ring.give(first)
     assert ring.take() is second
+
+
+def test_compiled_has_one_node_a_call_and_no_intermediates() -> None:
+    """update_tables, prepare, gather, norm; eight calls a layer; scatter_gate."""
+    facts = make_executor(tiny_model("compiled"), "compiled").core.facts
+    assert {(fact.nodes, fact.bytes) for fact in facts.values()} == {(5 + 8 * 2, 0)}

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.model.cpu_step import ISAS, same_bits
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.core import coda, copy_exits, core
 from wavegraph.model.loading import load_model
+from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.cpu import CpuOps
+from wavegraph.model.reference import ReferenceModel
 from wavegraph.model.weights import Model, model_from_tensors, random_weights
 
 Golden = Callable[[str], dict[str, np.ndarray[Any, Any]]]
@@ -145,3 +148,27 @@ def test_bits_do_not_depend_on_the_schedule(
         for request, expected_request in zip(run_wavefront(model, prompts, seed, make_driver), want, strict=True):
             for got, expected in zip(request, expected_request, strict=True):
                 assert same_bits(got, expected)
+
+
+def test_bfloat16_is_as_near_float64_as_aten(small_config: Callable[..., OuroConfig], make_driver: MakeDriver) -> None:
+    """Hidden rows, keys and logits, over gentle random weights: within what the ATen operators show."""
+    config = small_config(hidden_size=128, intermediate_size=352, num_hidden_layers=4, head_dim=32, total_ut_steps=4)
+    errors = np.zeros((2, 3))  # of a single seed they differ by chance: each rounding goes its own way
+    for seed in range(5):
+        tensors = dict(random_weights(config, seed, torch.bfloat16))
+        reference = ReferenceModel(asdict(config), {name: tensor.double().numpy() for name, tensor in tensors.items()})
+        prompt = random.Random(seed).choices(range(97), k=48)
+        want = reference.forward(prompt)
+        for index, ops in enumerate((CpuOps(), AtenOps())):
+            driver = make_driver(model_from_tensors(config, tensors, ops=ops, dtype=torch.bfloat16), coda_rows=48)
+            driver.prefill(0, prompt, chunk=16)
+            driver.step([(1, 0, 1, 0)], coda_rows=[(0, pos) for pos in range(48)])
+            logits = driver.io.logits.double().numpy()
+            values = (
+                (driver.hidden(0, 0, 48), want.hidden[-1]),
+                (driver.kv(0, 48)[0], want.k),
+                (logits, want.logits[-1]),
+            )
+            errors[index] += [((got - exact) ** 2).mean() for got, exact in values]
+    assert (errors[0] > 0).all()
+    assert (errors[0] <= 1.1 * errors[1]).all()

@@ -116,7 +116,7 @@ def attention_reference(shape: Shape, dtype: torch.dtype, row: tuple[int, int, i
 def test_attention(ops: CpuOps, dtype: torch.dtype, head_dim: int, group: int) -> None:
     shape = Shape(heads=2 * group, head_dim=head_dim)
     step = Step(shape, dtype)
-    rows = [(1, 0, 130), (1, 0, 131), (0, 1, 0), (2, 1, 62), (2, 1, 63), (2, 1, 64), (2, 1, 65), (1, 1, 199)]
+    rows = [(1, 0, 130), (1, 0, 131), (1, 1, 132), (0, 1, 0), (2, 1, 62), (2, 1, 63), (2, 1, 64), (1, 1, 199)]
     step.write_kv(rows, layer=1)
     step.set_rows(rows, bucket=10)
     qkv = qkv_of(shape, dtype, rows, bucket=10)

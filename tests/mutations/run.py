@@ -51,6 +51,7 @@ def run_tests(target: Path, tests: list[str]) -> bool:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "WAVEGRAPH_NO_SHRINKING": "1",
+        "WAVEGRAPH_CACHE": str(ROOT / "build" / "cache"),  # compiled operators, by their sources
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:

@@ -25,6 +25,15 @@ def commands() -> dict[str, click.Command]:
     return {name: command for name, command in found.items() if command is not None}
 
 
+def leaves(command: click.Command) -> list[click.Command]:
+    """A command, or all commands of a group."""
+    return (
+        [leaf for each in command.commands.values() for leaf in leaves(each)]
+        if isinstance(command, click.Group)
+        else [command]
+    )
+
+
 def options(command: click.Command) -> set[str]:
     return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
 
@@ -42,7 +51,10 @@ def test_commands_and_options_exist(page: Path) -> None:
         if name == "COMMAND":
             continue
         used = {word.strip("[]") for word in words if word.strip("[]").startswith("--")}
-        assert used <= options(commands()[name]), line
+        command = commands()[name]
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        assert used <= options(command), line
 
 
 def test_every_command_is_described() -> None:
@@ -52,7 +64,7 @@ def test_every_command_is_described() -> None:
 
 def test_every_option_is_named() -> None:
     named = set(re.findall(r"--[a-z][a-z-]*", (ROOT / "docs/cli.md").read_text()))
-    for command in commands().values():
+    for command in (leaf for each in commands().values() for leaf in leaves(each)):
         assert {option for option in options(command) if option.startswith("--")} <= named
 
 

@@ -36,6 +36,7 @@ def bench_prefill(
             max_num_seqs=max(requests),
             max_model_len=prompt_len + 1,
             page_size=shape.page_size,
+            num_pages=max(requests) * (2 + prompt_len // shape.page_size),  # with a spare page for each
             prefix_cache=False,
             async_scheduling=False,
         )
