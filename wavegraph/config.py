@@ -32,6 +32,7 @@ AT_LEAST_ONE = (
     "max_prefill_steps_before_decode",
     "run_ahead",
 )
+POOL_SIZES = ("num_pages", "kv_cache_bytes", "kv_cache_fraction")
 AT_LEAST_ONE_OR_NONE = ("max_num_batched_tokens", "max_model_len", "num_pages", "kv_cache_bytes", "threads")
 
 
@@ -47,8 +48,8 @@ class EngineConfig:
     - ``max_model_len``: the most tokens of one request, prompt and output together. None: the model's own
       limit, but at most what the pool holds, and 2048 unless `compiled` (a warning says if that is less).
     - ``page_size``: positions per page.
-    - ``num_pages`` or ``kv_cache_bytes`` (not both): the size of the pool. Neither: enough for
-      ``max_num_seqs`` requests of full length, but at most 4 GiB.
+    - ``num_pages``, ``kv_cache_bytes`` or ``kv_cache_fraction`` of the machine's memory (one of them): the size of the
+      pool. None given: enough for ``max_num_seqs`` requests of full length, but at most 4 GiB and half the memory.
     - ``buckets``: row counts to record, the largest at least the row budget. None: powers of two and their
       midpoints up to the budget.
     - ``kv_layout``: ``"last_exited"``, where each depth has its own KV plane; the only one there is.
@@ -84,6 +85,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
+    kv_cache_fraction: float | None = None
     buckets: tuple[int, ...] | None = None
     kv_layout: str = "last_exited"
     step_mix: str = "fused"
@@ -133,10 +135,14 @@ class EngineConfig:
         for name in ("max_bypass", "swap_bytes"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be an integer of at least 0, got {getattr(self, name)!r}")
-        if self.num_pages is not None and self.kv_cache_bytes is not None:
-            raise ConfigError(
-                f"num_pages={self.num_pages} and kv_cache_bytes={self.kv_cache_bytes} both size the KV pool: give one"
-            )
+        if self.kv_cache_fraction is not None and not (
+            type(self.kv_cache_fraction) in (int, float) and 0 < self.kv_cache_fraction < 1
+        ):
+            raise ConfigError(f"kv_cache_fraction must be a number between 0 and 1, got {self.kv_cache_fraction!r}")
+        given = [name for name in POOL_SIZES if getattr(self, name) is not None]
+        if len(given) > 1:
+            first, second = (f"{name}={getattr(self, name)}" for name in given[:2])
+            raise ConfigError(f"{first} and {second} both size the KV pool: give one")
 
     def _check_layout(self) -> None:
         if self.kv_layout not in KV_LAYOUTS:

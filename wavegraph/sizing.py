@@ -150,11 +150,15 @@ def _num_pages(config: EngineConfig, max_model_len: int, bytes_per_page: int) ->
     if config.num_pages is not None:
         return config.num_pages
     enough = config.max_num_seqs * -(-max_model_len // config.page_size)
-    if config.kv_cache_bytes is None:
+    if config.kv_cache_fraction is not None:
+        given, size = f"kv_cache_fraction={config.kv_cache_fraction}", int(memory_bytes() * config.kv_cache_fraction)
+    elif config.kv_cache_bytes is not None:
+        given, size = f"kv_cache_bytes={config.kv_cache_bytes}", config.kv_cache_bytes
+    else:
         return max(1, min(enough, min(DEFAULT_KV_CACHE_BYTES, memory_bytes() // 2) // bytes_per_page))
-    if config.kv_cache_bytes < bytes_per_page:
+    if size < bytes_per_page:
         raise ConfigError(
-            f"kv_cache_bytes={config.kv_cache_bytes} holds no page: one of page_size={config.page_size} takes "
-            f"{bytes_per_page} bytes; raise it, or lower page_size"
+            f"{given} holds no page: one of page_size={config.page_size} takes {bytes_per_page} bytes; raise it, or "
+            "lower page_size"
         )
-    return min(enough, config.kv_cache_bytes // bytes_per_page)
+    return min(enough, size // bytes_per_page)

@@ -15,7 +15,7 @@ from wavegraph.errors import ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.scheduler.plan import RequestSpec, StepResult
 from wavegraph.scheduler.scheduler import Scheduler
-from wavegraph.sizing import Sizes, derive
+from wavegraph.sizing import Sizes, derive, memory_bytes
 
 MODEL = OuroConfig.from_file(Path(__file__).parents[1] / "goldens" / "tiny")  # 65,536 positions, 4 depths
 PAGE_BYTES = page_bytes(MODEL, 16, torch.float32)
@@ -90,6 +90,9 @@ def test_the_default_pool_is_bounded() -> None:
 def test_the_pool_is_what_was_asked_for() -> None:
     assert sizes_of(num_pages=5).scheduler.num_pages == 5
     assert sizes_of(kv_cache_bytes=5 * PAGE_BYTES + 1).scheduler.num_pages == 5
+    assert sizes_of(kv_cache_fraction=5.5 * PAGE_BYTES / memory_bytes()).scheduler.num_pages == 5
+    with pytest.raises(ConfigError, match="kv_cache_fraction=1e-15 holds no page"):
+        sizes_of(kv_cache_fraction=1e-15)
 
 
 def test_the_default_pool_leaves_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

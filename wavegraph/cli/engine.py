@@ -39,6 +39,10 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "page_size": ("--page-size", _number("Positions per KV page.")),
     "num_pages": ("--num-pages", _number("Size of the KV pool in pages.")),
     "kv_cache_bytes": ("--kv-cache-bytes", _number("Size of the KV pool in bytes.")),
+    "kv_cache_fraction": (
+        "--kv-cache-fraction",
+        {"type": float, "metavar": "F", "help": "Size of the KV pool as a fraction of the memory."},
+    ),
     "buckets": ("--buckets", {"type": integers, "metavar": "ROWS,…", "help": "Row counts to record."}),
     "kv_layout": ("--kv-layout", _choice("The only one there is.")),
     "step_mix": ("--step-mix", _choice("fused or separate: prompt and decode rows in one step or not.")),
@@ -65,6 +69,7 @@ _DEFAULT_TEXTS: dict[str, object] = {
     "max_num_batched_tokens": f"the largest of --buckets, or {DEFAULT_BATCHED_TOKENS}",
     "max_model_len": f"the model's, at most the pool; {DEFAULT_MODEL_LEN} unless compiled",
     "kv_cache_bytes": "what all requests need, at most 4 GiB and half the memory",
+    "kv_cache_fraction": None,  # one of three ways to say the same
     "buckets": "powers of two and their midpoints",
     "check": None,  # a flag
     "backend": "auto",
