@@ -130,7 +130,8 @@ def test_another_machine_or_version_is_refused(folder: Path, changes: dict[str, 
 def test_every_difference_is_named(folder: Path) -> None:
     rewrite(folder, torch="2.0.0")
     bundle = read_bundle(folder)
-    found = bundle.differences(here(bundle, torch.bfloat16, 32, hidden_size=64, total_ut_steps=2))
+    other = here(bundle, torch.bfloat16, 32, hidden_size=64, total_ut_steps=2)
+    found = bundle.differences(other)
     assert found == [
         "dtype: float32 in the bundle, bfloat16 here",
         "model.hidden_size: 32 in the bundle, 64 here",
@@ -138,6 +139,9 @@ def test_every_difference_is_named(folder: Path) -> None:
         "page_size: 16 in the bundle, 32 here",
         f"torch: 2.0.0 in the bundle, {torch.__version__} here",
     ]
+    with pytest.raises(BundleError) as raised:
+        bundle.check_fits(other)
+    assert f"does not fit ({'; '.join(found)})" in str(raised.value)
     assert not bundle.differences(here(bundle) | {"torch": "2.0.0"})
 
 
