@@ -92,7 +92,7 @@ class Model:
         packed layer (or head and embedding) are held. Raises `CheckpointError`, writing nothing, for a missing or
         unexpected name, a wrong shape, or a dtype that is not floating.
         """
-        _check_new_weights(self.config, tensors)
+        check_new_weights(self.config, tensors)
         with torch.no_grad():
             assembler = _Assembler(self.config, _fill_from(tensors), self.ops, self.dtype)
             for index, layer in enumerate(self.weights.layers):
@@ -237,7 +237,8 @@ def _fill_from(tensors: Mapping[str, Tensor]) -> Fill:
     return fill
 
 
-def _check_new_weights(config: OuroConfig, tensors: Mapping[str, Tensor]) -> None:
+def check_new_weights(config: OuroConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `CheckpointError` as `Model.load_` would, for names, shapes and dtypes; writes nothing."""
     check_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "weights")
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():

@@ -100,11 +100,13 @@ class Residency:
     def _claim_pages(self, request: Request) -> bool:
         """Hold or reserve what a request needs to start: its worst case, or the tokens it has.
 
-        Where requests grow, a page is left for each that runs: one that came in on their last pages would only be
-        preempted for them.
+        A page is left for each running request that may still grow: one that came in on their last pages would only
+        be preempted for them.
         """
         config, size = self._config, self._config.page_size
-        room = self.pages.available - (0 if config.reserve_worst_case else len(self.running))
+        room = self.pages.available - sum(
+            len(other.pages) + other.reserved < other.pages_needed for other in self.running.values()
+        )
         if request.swapped:
             held = request.swapped_pages
             reserved = max(held, request.pages_needed) if config.reserve_worst_case else held

@@ -23,7 +23,7 @@ from wavegraph.errors import CaptureError, ConfigError, EngineError, RequestErro
 from wavegraph.handover import RequestState
 from wavegraph.interrupts import interrupts_held
 from wavegraph.model.sampling import MAX_STOP_IDS
-from wavegraph.model.weights import Model
+from wavegraph.model.weights import Model, check_new_weights
 from wavegraph.outputs import RequestOutput
 from wavegraph.records import Record, token_logprob
 from wavegraph.sampling import SamplingParams
@@ -396,6 +396,7 @@ class Engine:
         self._require_working()
         if live not in ("refuse", "finish", "abort"):
             raise ConfigError(f"live must be 'refuse', 'finish' or 'abort', got {live!r}")
+        check_new_weights(self.model.config, tensors)  # before any request is touched for their sake
         if live == "refuse" and self.scheduler.has_unfinished:
             raise EngineError(
                 f"update_weights: {len(self._records)} requests are not finished; pass live='finish' or live='abort'"

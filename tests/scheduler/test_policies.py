@@ -247,3 +247,15 @@ def test_a_request_is_not_admitted_on_the_last_pages_of_those_that_grow() -> Non
     assert harness.scheduler.residency.preemptions == 0
     assert max(len(plan.tasks) for plan in harness.plans) > 10
     harness.check_drained()
+
+
+def test_a_pool_that_holds_everybody_admits_everybody() -> None:
+    """Headroom is kept for requests that may grow, not for those that hold all they can need."""
+    harness = Harness(make_config(num_pages=12, max_num_seqs=4, reserve_worst_case=False))
+    for name in "abcd":
+        harness.add(name, 11, max_tokens=2)  # three pages, all of them for the prompt
+    harness.plan()
+    assert len(harness.running()) == 4
+    harness.complete()
+    harness.run()
+    harness.check_drained()

@@ -121,3 +121,17 @@ def test_wrong_weights_change_nothing(new: dict[str, Tensor]) -> None:
     with pytest.raises(ConfigError, match="live must be 'refuse', 'finish' or 'abort', got 'later'"):
         engine.update_weights(new, live="later")  # type: ignore[arg-type]
     engine.close()
+
+
+@pytest.mark.parametrize("live", ["abort", "finish"])
+def test_wrong_weights_are_refused_before_any_request_is_touched(new: dict[str, Tensor], live: str) -> None:
+    engine = build()
+    engine.add_request("a", PROMPT, PARAMS)
+    engine.step()
+    steps = engine.stats().scheduler.steps
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        engine.update_weights({**new, "model.norm.weight": torch.zeros(3)}, live=live)  # type: ignore[arg-type]
+    assert engine.stats().scheduler.steps == steps
+    assert run(engine)["a"].finish_reason == "length"
+    check_drained(engine)
+    engine.close()
