@@ -179,6 +179,26 @@ def test_a_bundle_takes_the_place_of_another_whole_or_not(folder: Path, library:
     assert {path.name for path in folder.parent.iterdir()} == {"bundle"}
 
 
+def test_the_old_bundle_is_there_until_the_new_one_is(
+    folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(self: Path, target: Path) -> None:
+        raise AssertionError(f"{self.name} went away for a while")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    library.write_bytes(b"new")
+    write_bundle(folder, fingerprint(torch="9"), {library.name: library})
+    assert read_bundle(folder).library.read_bytes() == b"new"
+
+
+def test_a_file_system_without_exchange(folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_exchange", lambda first, second: False)
+    library.write_bytes(b"new")
+    write_bundle(folder, fingerprint(torch="9"), {library.name: library})
+    assert read_bundle(folder).library.read_bytes() == b"new"
+    assert {path.name for path in folder.parent.iterdir()} == {"bundle"}
+
+
 def test_what_is_no_bundle_is_not_replaced(folder: Path, library: Path) -> None:
     (folder / "thesis.txt").write_text("three years")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -238,6 +258,8 @@ def test_writers_that_are_killed_leave_a_whole_bundle_or_none(tmp_path: Path) ->
         if folder.exists():
             assert_whole(folder)
             whole += 1
+        else:
+            assert whole == 0, "the old bundle is there until the new one is"
         assert sum(path.name.startswith(".bundle.partial-") for path in folder.parent.glob(".*")) <= 1
     assert whole > 5
     library.write_bytes(b"\x07" * 100)

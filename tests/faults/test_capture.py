@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.capture.driver import Driver, make_executor, tiny_model
 from tests.capture.verify import assert_same_bits, bits
 from wavegraph.buckets.ladder import Ladder
+from wavegraph.capture.backends.compiled import CompiledBackend
 from wavegraph.capture.backends.recorded import RecordedBackend
 from wavegraph.capture.executor import Executor
 from wavegraph.capture.ladder import CapturedLadder
@@ -20,7 +21,10 @@ from wavegraph.capture.static import StaticSet
 from wavegraph.errors import CaptureError, ConfigError
 from wavegraph.model.io import Pools, StepIO
 from wavegraph.model.ops.aten import AtenOps
+from wavegraph.model.ops.cpu import CpuOps
 
+OPS = {"recorded": AtenOps, "compiled": CpuOps}
+RECORDING = {"recorded": RecordedBackend, "compiled": CompiledBackend}
 PROMPT = [3, 9, 27, 11, 60, 2, 5]
 
 
@@ -30,32 +34,34 @@ def run_prompt(driver: Driver, slot: int = 0, bucket: int | None = None) -> None
         driver.run(driver.make_step([(slot, 0, 7, depth)], bucket=bucket))
 
 
-def test_hidden_sync_breaks_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", OPS)
+def test_hidden_sync_breaks_capture(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync deep in an operator fails the capture, naming its bucket, operator and line, and nothing is kept."""
-    original = AtenOps.prepare
+    original = OPS[backend].prepare
 
-    def prepare(self: AtenOps, io: StepIO, pools: Pools, rows: int) -> None:
-        original(self, io, pools, int(io.header[1]) or rows)
+    def prepare(self: AtenOps | CpuOps, io: StepIO, pools: Pools, rows: int) -> None:
+        original(self, io, pools, int(io.header[1]) or rows)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(AtenOps, "prepare", prepare)
+    monkeypatch.setattr(OPS[backend], "prepare", prepare)
     with pytest.raises(CaptureError, match=r"^core\[8\]: Tensor\.__int__ at .*test_capture\.py:\d+ hands"):
-        make_executor(tiny_model(), "recorded")
-    make_executor(tiny_model(), "eager")
+        make_executor(tiny_model(backend), backend)
+    make_executor(tiny_model(backend), "eager")
 
 
-def test_call_of_another_thread_breaks_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = AtenOps.attention
+@pytest.mark.parametrize("backend", OPS)
+def test_call_of_another_thread_breaks_capture(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = OPS[backend].attention
     seen: list[float] = []
 
-    def attention(self: AtenOps, *args: object) -> None:
+    def attention(self: AtenOps | CpuOps, *args: object) -> None:
         thread = threading.Thread(target=lambda: seen.append(torch.ones(3).sum().item()))
         thread.start()
         thread.join()
         original(self, *args)  # type: ignore[arg-type]
 
-    plain = make_executor(tiny_model(), "recorded")
-    monkeypatch.setattr(AtenOps, "attention", attention)
-    disturbed = make_executor(tiny_model(), "recorded")
+    plain = make_executor(tiny_model(backend), backend)
+    monkeypatch.setattr(OPS[backend], "attention", attention)
+    disturbed = make_executor(tiny_model(backend), backend)
     assert seen
     assert disturbed.core.facts[8].nodes == plain.core.facts[8].nodes
 
@@ -113,9 +119,10 @@ def test_key_of_the_graph_lacks_the_length_class(backend: str) -> None:
     assert max(position for _, position, _ in drivers[0].gates) == 30
 
 
-def test_ladder_does_not_reach_the_largest_batch() -> None:
+@pytest.mark.parametrize("backend", OPS)
+def test_ladder_does_not_reach_the_largest_batch(backend: str) -> None:
     """Limits and ladder must agree, every batch they allow has a bucket, and one beyond is refused and counted."""
-    executor = make_executor(tiny_model(), "recorded", ladder=(1, 3, 8))
+    executor = make_executor(tiny_model(backend), backend, ladder=(1, 3, 8))
     for ladder in (executor.core, executor.coda):
         for rows in range(1, ladder.ladder.max + 1):
             assert ladder.fits(rows)
@@ -124,7 +131,7 @@ def test_ladder_does_not_reach_the_largest_batch() -> None:
         assert not ladder.fits(ladder.ladder.max + 1)
     larger = replace(executor.limits, max_rows=16)
     with pytest.raises(ConfigError, match="max_rows: 16 must be the largest core bucket, 8"):
-        Executor(tiny_model(), larger, Ladder([1, 8]), Ladder([3]), "recorded")
+        Executor(tiny_model(backend), larger, Ladder([1, 8]), Ladder([3]), backend)
     driver = Driver(executor)
     driver.add(0, PROMPT + PROMPT)
     step = driver.make_step([(0, 0, 9, 0)], bucket=8)
@@ -137,16 +144,18 @@ def test_ladder_does_not_reach_the_largest_batch() -> None:
     assert not executor.stats.core.hits
 
 
-def test_hits_and_padding_are_counted() -> None:
-    executor = make_executor(tiny_model(), "recorded", ladder=(4, 8))
+@pytest.mark.parametrize("backend", OPS)
+def test_hits_and_padding_are_counted(backend: str) -> None:
+    executor = make_executor(tiny_model(backend), backend, ladder=(4, 8))
     run_prompt(Driver(executor))
     stats = executor.stats
     assert (stats.steps, stats.core.hits, stats.core.rows, stats.core.padding_rows) == (3, {8: 3}, 21, 3)
 
 
-def test_graph_memory_is_not_in_the_budget() -> None:
+@pytest.mark.parametrize("name", OPS)
+def test_graph_memory_is_not_in_the_budget(name: str) -> None:
     """All buckets share the memory of the largest one, and its bytes are told."""
-    backend = RecordedBackend()
+    backend = RECORDING[name]()
     x, out = torch.ones(8, 64), torch.zeros(8, 64)
     ladder = CapturedLadder("core", Ladder([1, 2, 4, 8]), lambda rows: out[:rows].copy_(x[:rows].exp()))
     ladder.capture(backend, StaticSet({"x": x, "out": out}), lambda: None)
@@ -154,8 +163,9 @@ def test_graph_memory_is_not_in_the_budget() -> None:
     assert backend.arena.numel() == 2048
 
 
-def test_failed_capture_leaks_its_pool() -> None:
-    backend = RecordedBackend()
+@pytest.mark.parametrize("name", OPS)
+def test_failed_capture_leaks_its_pool(name: str) -> None:
+    backend = RECORDING[name]()
     x, out = torch.ones(8, 64), torch.zeros(8, 64)
     intermediates: list[StorageWeakRef] = []
 
@@ -174,13 +184,14 @@ def test_failed_capture_leaks_its_pool() -> None:
     assert backend.arena.numel() == 2048, "no more than the largest bucket's"
 
 
-def test_every_replay_draws_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(self: AtenOps, io: StepIO, rows: int) -> None:
+@pytest.mark.parametrize("backend", OPS)
+def test_every_replay_draws_the_same_random_numbers(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(self: AtenOps | CpuOps, io: StepIO, rows: int) -> None:
         io.coda_token[:rows].copy_(torch.multinomial(io.logits[:rows].softmax(-1), 1)[:, 0])
 
-    monkeypatch.setattr(AtenOps, "draw", draw)
+    monkeypatch.setattr(OPS[backend], "draw", draw)
     with pytest.raises(CaptureError, match=r"^coda_full\[3\]: aten\.multinomial\.default at .*:\d+ draws"):
-        make_executor(tiny_model(), "recorded")
+        make_executor(tiny_model(backend), backend)
 
 
 @pytest.mark.parametrize("backend", ["eager", "recorded", "compiled"])

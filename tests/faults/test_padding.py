@@ -107,9 +107,10 @@ def test_tail_of_a_buffer_keeps_the_previous_larger_batch(backend: str) -> None:
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 4, 8])
-def test_lengths_computed_before_padding_and_used_after_it(bucket: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_computed_before_padding_and_used_after_it(backend: str, bucket: int) -> None:
     """Row fields follow the plan at every fill of every bucket, and every row beyond it is scratch."""
-    executor = make_executor(tiny_model(), "recorded")
+    executor = make_executor(tiny_model(backend), backend)
     driver = Driver(executor, free_pages=[5, 6, 7, 8])
     driver.add(0, PROMPT)
     driver.add(1, PROMPT)
