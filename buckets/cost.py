@@ -1,8 +1,10 @@
 """What a step costs: measured seconds of the recorded programs, interpolated between the buckets measured."""
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from wavegraph.errors import ConfigError
@@ -90,6 +92,15 @@ class CostModel:
     def to_dict(self) -> dict[str, Any]:
         """JSON types; `from_dict` reads it back."""
         return asdict(self)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "CostModel":
+        """Read the JSON of `to_dict`. Raises `ConfigError` if ``path`` cannot be read or holds something else."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cost model: {path} cannot be read ({error}); give a file of measured costs") from error
+        return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "CostModel":

@@ -12,6 +12,7 @@ ends of requests and `num_prefilled_tokens` change.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import EngineError, RequestError
 from wavegraph.scheduler.config import SchedulerConfig
@@ -60,10 +61,18 @@ class Scheduler:
     """Packs ready rows into steps. No tensor, no torch, no clock.
 
     ``ladder`` and ``coda_ladder`` give each step its bucket; without one, a step's bucket is its row count.
+    ``cost`` predicts what a step takes; None: `CostModel.assumed`.
     """
 
-    def __init__(self, config: SchedulerConfig, ladder: Ladder | None = None, coda_ladder: Ladder | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ladder: Ladder | None = None,
+        coda_ladder: Ladder | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
         self.config = config
+        self.cost = cost if cost is not None else CostModel.assumed(config.max_num_batched_tokens)
         self.stats = SchedulerStats()
         self._ladder = ladder
         self._coda_ladder = coda_ladder

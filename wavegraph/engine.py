@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from wavegraph.buckets.cost import CostModel
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.executor import Executor, StepOutput, Ticket
 from wavegraph.door import checked_ids, encode_prompt
@@ -59,7 +60,7 @@ class Engine:
     ``sizes`` are the limits derived from config and model. Recording the programs happens here; ``progress`` is
     told about it. ``tokenizer`` None means that prompts are token ids and outputs have no text. ``run_ahead`` 1 takes
     each step's result before the next is planned; more plan ahead while a worker thread runs the steps. ``trace``
-    gets every step.
+    gets every step. ``cost`` is what steps take; None: `CostModel.assumed`.
     """
 
     def __init__(
@@ -72,12 +73,13 @@ class Engine:
         check: bool = False,
         run_ahead: int = 1,
         trace: TraceWriter | None = None,
+        cost: CostModel | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.model = model
         self.sizes = sizes
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(sizes.scheduler, sizes.ladder, sizes.coda_ladder)
+        self.scheduler = Scheduler(sizes.scheduler, sizes.ladder, sizes.coda_ladder, cost)
         self.executor = Executor(
             model,
             sizes.limits,

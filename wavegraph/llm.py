@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 
+from wavegraph.buckets.cost import CostModel
 from wavegraph.capture.bundle import read_bundle
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine, Progress
@@ -35,6 +36,7 @@ def build_engine(
     backend: str = AUTO,
     bundle: str | Path | None = None,
     trace: str | Path | None = None,
+    cost: CostModel | str | Path | None = None,
     on_build: Progress | None = None,
     on_load: Progress | None = None,
     on_capture: Progress | None = None,
@@ -46,6 +48,8 @@ def build_engine(
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"config must be an EngineConfig, got {type(config).__name__}; write EngineConfig(...)")
     check_backend(backend)
+    if isinstance(cost, str | Path):
+        cost = CostModel.from_file(cost)
     folder = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(folder)
     if config.threads is not None:
@@ -67,6 +71,7 @@ def build_engine(
             check=config.check,
             run_ahead=config.run_ahead_steps,
             trace=TraceWriter(trace, shape.total_ut_steps) if trace is not None else None,
+            cost=cost,
             progress=on_capture,
         )
 
@@ -99,6 +104,8 @@ class LLM:
     - ``bundle``: a folder that ``wavegraph precompile`` made: its operators are loaded, not compiled, and its ladder is
       used. One that is damaged, or does not fit, raises `BundleError`.
     - ``trace``: a file for a trace of every step in Chrome's format, for Perfetto; complete once closed.
+    - ``cost``: what steps take here: a `CostModel`, or the JSON file that ``wavegraph profile-buckets`` wrote. None: an
+      assumption.
     - ``on_build`` (only if operators must be compiled), ``on_load``, ``on_capture``: told about progress as
       ``(done, total)``.
 
@@ -115,6 +122,7 @@ class LLM:
         backend: str = AUTO,
         bundle: str | Path | None = None,
         trace: str | Path | None = None,
+        cost: CostModel | str | Path | None = None,
         on_build: Progress | None = None,
         on_load: Progress | None = None,
         on_capture: Progress | None = None,
@@ -127,6 +135,7 @@ class LLM:
             backend=backend,
             bundle=bundle,
             trace=trace,
+            cost=cost,
             on_build=on_build,
             on_load=on_load,
             on_capture=on_capture,
