@@ -304,6 +304,9 @@ class Engine:
         if reason == "length" and record.stop_reason is not None:
             reason = "stop"
         self._finished[reason] += 1
+        if self._trace is not None:
+            tokens = len(record.spec.prompt_token_ids), len(record.token_ids)
+            self._trace.request(request_id, record.metrics.arrival, now, *tokens, reason)
         if self._checker is not None:
             self._checker.end(request_id)
         return reason

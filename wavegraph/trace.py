@@ -1,7 +1,8 @@
 """A trace of every step in Chrome's format: open the file in Perfetto or chrome://tracing.
 
 A lane per depth shows the wavefront (rows of each step at that depth), one lane the host's planning, one the device's
-steps; counters show rows, padding, queue and free pages.
+steps; counters show rows, padding, queue and free pages; each request is a line from its arrival to its end, so that
+`wavegraph.workload` can read the workload back.
 """
 
 import json
@@ -10,6 +11,7 @@ from typing import Any, TextIO
 
 from wavegraph.errors import OutputError
 from wavegraph.scheduler.plan import StepPlan
+from wavegraph.workload import REQUEST_EVENT
 
 HOST, DEVICE, FIRST_DEPTH = 1, 2, 10
 
@@ -25,6 +27,7 @@ class TraceWriter:
             raise self._unwritable(error) from error
         self._write("[")
         self._first = True
+        self._requests = 0
         names = {HOST: "host: plan", DEVICE: "device: step"}
         names |= {FIRST_DEPTH + depth: f"depth {depth}" for depth in range(depths)}
         for lane, name in names.items():
@@ -55,6 +58,16 @@ class TraceWriter:
         self._counter("rows", began, {"live": plan.rows, "padding": plan.bucket - plan.rows})
         self._counter("waiting requests", began, {"waiting": waiting})
         self._counter("free pages", began, {"pages": free_pages})
+
+    def request(
+        self, request_id: str, arrival: float, ended: float, prompt_tokens: int, output_tokens: int, reason: str
+    ) -> None:
+        """A request has ended; times in seconds. Requests overlap, so each is a line of its own."""
+        args = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "finish_reason": reason}
+        key = {"cat": REQUEST_EVENT, "name": request_id, "id": self._requests, "tid": 0}
+        self._event({"ph": "b", "ts": round(arrival * 1e6, 1), "args": args, **key})
+        self._event({"ph": "e", "ts": round(ended * 1e6, 1), **key})
+        self._requests += 1
 
     def close(self) -> None:
         """Complete the file. May be called twice. Raises `OutputError` if it could not be written."""
