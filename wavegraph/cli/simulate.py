@@ -2,22 +2,34 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.cli.common import emit, json_output, write_json
 from wavegraph.cli.engine import Bars
 from wavegraph.scheduler.scheduler import SchedulerConfig
 from wavegraph.simulate import SimulationResult, simulate
+from wavegraph.workload import Workload, find_workload
 
 MAX_TOTAL = 1 << 26
 """Most tokens of all requests together: what one process can hold and a simulation can get through."""
 
 MAX_ROWS = 1 << 20
 
+MAX_HITS = 16
+"""Buckets that are printed; without a ladder there can be as many as steps."""
+
+UNITS = {"s": "seconds, by the cost model", "cost": "rows, and 16 a step: no cost was measured, only compare"}
+
 
 @click.command("simulate")
+@click.option(
+    "--workload", metavar="FILE|NAME", help="Requests from JSON lines, a trace, or by name; instead of the next three."
+)
 @click.option(
     "--requests",
     default=4,
@@ -50,10 +62,17 @@ MAX_ROWS = 1 << 20
 @click.option("--depths", default=4, type=click.IntRange(1, 64), show_default=True, help="Loops of the model (D).")
 @click.option("--ladder", help="Bucket sizes such as 16,64,256,1024, or 'default'.  [default: exact row counts]")
 @click.option("--wavefront/--no-wavefront", default=True, show_default=True, help="Rows of several depths in a step.")
+@click.option("--cost", "cost_path", metavar="FILE", help="Measured cost model, JSON.  [default: assumed proportions]")
+@click.option(
+    "--run-ahead", default=2, type=click.IntRange(1, 64), show_default=True, help="Steps in flight, as in the engine."
+)
 @click.option("--max-steps", type=click.IntRange(1), help="Stop after this many steps.")
 @click.option("--check", is_flag=True, help="Judge every plan with the independent legality checker.")
 @json_output
+@click.pass_context
 def simulate_command(
+    context: click.Context,
+    workload: str | None,
     requests: int,
     prompt_len: int,
     max_tokens: int,
@@ -64,29 +83,33 @@ def simulate_command(
     depths: int,
     ladder: str | None,
     wavefront: bool,
+    cost_path: str | None,
+    run_ahead: int,
     max_steps: int | None,
     check: bool,
     json_path: Path | None,
 ) -> None:
-    """Count the steps a workload takes, and what planning and packing them costs the host.
+    """Run a workload through the real scheduler with no model, on virtual time.
 
-    Runs the real scheduler and packing with no model. The RFC's case:
+    Counts steps and padding, measures what planning and packing cost the host, and predicts throughput and latency from
+    a cost model. The RFC's case:
 
         wavegraph simulate --requests 4 --prompt-len 8064 --chunk 16 --max-batched-tokens 1024
     """
-    seqs = min(requests, max_num_seqs or 256)
-    tokens = prompt_len + max_tokens
-    if requests * tokens > MAX_TOTAL:
+    load = _workload(context, workload) if workload else _uniform(requests, prompt_len, max_tokens)
+    cost = CostModel.from_file(cost_path) if cost_path is not None else None
+    if cost is None and load.requests[-1].arrival > 0:
         raise click.BadParameter(
-            f"{requests} requests of {tokens} tokens are {requests * tokens}, but at most {MAX_TOTAL} can be "
-            "simulated; lower --prompt-len, --max-tokens or --requests",
-            param_hint="--requests",
+            f"the requests of {load.name} arrive over time, so their steps need seconds; give --cost FILE, or a "
+            "workload that arrives at once",
+            param_hint="--workload",
         )
+    seqs = min(len(load.requests), max_num_seqs or 256)
     config = SchedulerConfig(
         depths=depths,
         page_size=page_size,
-        num_pages=seqs * -(-tokens // page_size),
-        max_model_len=tokens,
+        num_pages=seqs * -(-load.longest // page_size),
+        max_model_len=load.longest,
         max_num_seqs=seqs,
         max_num_batched_tokens=max_batched_tokens,
         prefill_chunk_size=chunk,
@@ -95,10 +118,12 @@ def simulate_command(
     buckets = _ladder(ladder, max_batched_tokens)
     with Bars().show("Simulating") as progress:
         result = simulate(
-            [prompt_len] * requests,
+            load,
             config,
-            max_tokens=max_tokens,
             ladder=buckets,
+            coda_ladder=Ladder.default(seqs) if buckets else None,
+            cost=cost,
+            run_ahead=run_ahead,
             check=check,
             max_steps=max_steps,
             progress=progress,
@@ -107,6 +132,33 @@ def simulate_command(
         _print(result)
     else:
         write_json(json_path, json.dumps(result.as_dict()))
+
+
+def _uniform(requests: int, prompt_len: int, max_tokens: int) -> Workload:
+    tokens = prompt_len + max_tokens
+    if requests * tokens > MAX_TOTAL:
+        raise click.BadParameter(
+            f"{requests} requests of {tokens} tokens are {requests * tokens}, but at most {MAX_TOTAL} can be "
+            "simulated; lower --prompt-len, --max-tokens or --requests",
+            param_hint="--requests",
+        )
+    return Workload.at_once("uniform", [prompt_len] * requests, max_tokens)
+
+
+def _workload(context: click.Context, text: str) -> Workload:
+    for name in ("requests", "prompt_len", "max_tokens"):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"--workload and --{name.replace('_', '-')} both say what the requests are: give one"
+            )
+    load = find_workload(text)
+    if len(load.requests) * load.longest > MAX_TOTAL:
+        raise click.BadParameter(
+            f"{len(load.requests)} requests of up to {load.longest} tokens are more than the {MAX_TOTAL} tokens that "
+            "can be simulated; take a part of the file",
+            param_hint="--workload",
+        )
+    return load
 
 
 def _ladder(text: str | None, max_rows: int) -> Ladder | None:
@@ -130,4 +182,21 @@ def _ladder(text: str | None, max_rows: int) -> Ladder | None:
 
 def _print(result: SimulationResult) -> None:
     for name, value in result.as_dict().items():
-        emit(f"{name:>18}  {value:,}")
+        emit(f"{name:>18}  {_text(name, value, result.unit)}")
+
+
+def _text(name: str, value: Any, unit: str) -> str:
+    if name == "bucket_hits":
+        shown = [f"{bucket}: {hits}" for bucket, hits in value.items()]
+        return ", ".join([*shown[:MAX_HITS], "…"] if len(shown) > MAX_HITS else shown)
+    if name == "unit":
+        return UNITS[unit]
+    if name == "duration":
+        return f"{value:,.4g} {unit}"
+    if name.endswith("throughput"):
+        return f"{value:,.4g} tokens / {unit}"
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {each:,.4g}" for key, each in value.items()) + f" {unit}"
+    return f"{value:,}"
