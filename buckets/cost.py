@@ -95,12 +95,15 @@ class CostModel:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "CostModel":
-        """Read the JSON of `to_dict`. Raises `ConfigError` if ``path`` cannot be read or holds something else."""
+        """Read the JSON of `to_dict`, or a whole profile that holds it as ``cost``.
+
+        Raises `ConfigError` if ``path`` cannot be read or holds something else.
+        """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cost model: {path} cannot be read ({error}); give a file of measured costs") from error
-        return cls.from_dict(data)
+        return cls.from_dict(data["cost"] if isinstance(data, dict) and "cost" in data else data)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "CostModel":
