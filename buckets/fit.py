@@ -63,8 +63,9 @@ def fit_cost(
     """The cost model of measured buckets, each in any order.
 
     The seconds of a position attended are one number for all buckets: the slope, within the buckets, of median seconds
-    over positions, by least squares of relative errors. What is left of a bucket's medians is its own term. The error
-    is that of `left_out_errors`, its median. Raises `ConfigError` if no bucket of the core was measured.
+    over positions, by least squares of relative errors. What is left of a bucket's medians is its own term; one that
+    is less than a smaller bucket's is believed only beyond the spread of both. The error is the median of
+    `left_out_errors`. Raises `ConfigError` if no bucket of the core was measured.
     """
     measured = [each for each in core if each.replays]
     if not measured:
@@ -114,17 +115,50 @@ def _slope(measured: Sequence[BucketMeasure]) -> float:
 
 def _program(measured: Sequence[BucketMeasure], slope: float) -> ProgramCost:
     ordered = sorted(measured, key=lambda each: each.rows)
-    seconds = []
-    for bucket in ordered:
-        weights = _weights(bucket)
-        own = [replay.median - slope * replay.positions for replay in bucket.replays]
-        seconds.append(max(0.0, _mean(own, weights)))
     return ProgramCost(
         tuple(bucket.rows for bucket in ordered),
-        tuple(seconds),
+        tuple(_believable([_Block.of(bucket, slope) for bucket in ordered])),
         tuple(bucket.capture_seconds for bucket in ordered),
         tuple(bucket.capture_bytes for bucket in ordered),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Buckets next to each other, and their common seconds: the median, the 10th and 90th percentile."""
+
+    buckets: int
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, bucket: BucketMeasure, slope: float) -> "_Block":
+        """A bucket's own term: what positions do not account for, averaged over contexts."""
+        weights = _weights(bucket)
+        columns = ([getattr(replay, name) for replay in bucket.replays] for name in ("median", "low", "high"))
+        attended = slope * _mean([replay.positions for replay in bucket.replays], weights)
+        median, low, high = (max(0.0, _mean(column, weights) - attended) for column in columns)
+        return cls(1, median, low, high)
+
+    def joined(self, other: "_Block") -> "_Block":
+        weights = (self.buckets, other.buckets)
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("median", "low", "high"))
+        return _Block(sum(weights), *(_mean(pair, weights) for pair in pairs))
+
+
+def _believable(blocks: Sequence[_Block]) -> list[float]:
+    """Seconds of each bucket, where one that is faster than a smaller one is only believed beyond the spread of both.
+
+    Otherwise both get their mean (isotonic regression by pooling adjacent violators): an optimiser would look for
+    nothing so keenly as for buckets that were fast by chance.
+    """
+    pooled: list[_Block] = []
+    for block in blocks:
+        while pooled and block.median < pooled[-1].median and block.high >= pooled[-1].low:
+            block = pooled.pop().joined(block)
+        pooled.append(block)
+    return [block.median for block in pooled for _ in range(block.buckets)]
 
 
 def _weights(bucket: BucketMeasure) -> list[float]:

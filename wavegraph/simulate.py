@@ -75,16 +75,17 @@ def simulate(
     check: bool = False,
     max_steps: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    on_plan: Callable[[StepPlan], None] | None = None,
 ) -> SimulationResult:
     """Run a workload to its end, or for ``max_steps``.
 
     Every step's sampled tokens are 0, and no token ends its request early. Without a ``ladder`` a step's bucket is its
     row count; without a ``cost``, `CostModel.assumed`. ``run_ahead`` is the engine's: 1 takes each step's result before
     the next is planned. ``check`` verifies each plan with the independent `Checker` (outside the timed part).
-    ``progress`` is told ``(rows done, rows in all)`` after each step. Raises `RequestError` for a request that could
-    never be served.
+    ``progress`` is told ``(rows done, rows in all)`` after each step, ``on_plan`` is given each plan. Raises
+    `RequestError` for a request that could never be served.
     """
-    run = _Simulation(workload, config, ladder, coda_ladder, cost, run_ahead, check)
+    run = _Simulation(workload, config, ladder, coda_ladder, cost, run_ahead, check, on_plan)
     total = config.depths * sum(each.prompt_tokens + each.output_tokens - 1 for each in workload.requests)
     while run.advance(max_steps):
         if progress is not None:
@@ -119,7 +120,9 @@ class _Simulation:
         cost: CostModel | None,
         run_ahead: int,
         check: bool,
+        on_plan: Callable[[StepPlan], None] | None,
     ) -> None:
+        self._on_plan = on_plan
         self.scheduler = Scheduler(config, ladder, coda_ladder, cost)
         self._checker = Checker(config, ladder, coda_ladder) if check else None
         self._cost = self.scheduler.cost
@@ -181,6 +184,8 @@ class _Simulation:
             self._hits[plan.bucket] += 1
         if self._checker:
             self._checker.check(plan)
+        if self._on_plan:
+            self._on_plan(plan)
         cost = self._cost
         self._host += cost.host_seconds
         replays = cost.step_seconds(plan.bucket, attended_positions(plan), plan.coda_bucket) - cost.host_seconds

@@ -19,7 +19,8 @@ def _command(module: str) -> Callable[[], click.Command]:
 @click.group(
     cls=CommandGroup,
     commands={
-        name: _command(name) for name in ("generate", "demo", "info", "simulate", "precompile", "bundle", "bench")
+        name: _command(name.replace("-", "_"))
+        for name in ("generate", "demo", "info", "simulate", "profile-buckets", "precompile", "bundle", "bench")
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
