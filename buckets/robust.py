@@ -12,6 +12,9 @@ from wavegraph.errors import ConfigError
 SMOOTHINGS = (0.0, 0.01, 0.03, 0.1, 0.3)
 """Shares of all steps that may be taken to want any row count, each alike."""
 
+BLOCKS = 16
+"""Runs of steps that a trace is cut into, to be dealt to the halves."""
+
 
 @dataclass(frozen=True, slots=True)
 class RobustLadder:
@@ -47,13 +50,16 @@ def optimise_robust(
 
     A row count that no step happened to want may come up tomorrow. So a share of the steps is taken to want any row
     count up to ``max_rows``, all alike: the share of `SMOOTHINGS` whose ladders, each fitted on one half of the trace,
-    do best on the other half. The halves are the first and the second one, since steps that follow each other are
-    alike. Raises `ConfigError` as `optimise` does, and for fewer than two steps.
+    do best on the other half. The halves are made of `BLOCKS` blocks in turn: steps that follow each other are alike,
+    so single steps in turn would hide what was not seen, and the first half against the second would compare a workload
+    that begins with one that ends. Raises `ConfigError` as `optimise` does, and for fewer than two steps.
     """
     if len(wanted) < 2:
         raise ConfigError(f"wanted: {len(wanted)} steps cannot be halved; give a longer workload")
-    middle = len(wanted) // 2
-    halves = Counter(wanted[:middle]), Counter(wanted[middle:])
+    length = -(-len(wanted) // BLOCKS)
+    halves: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    for index, start in enumerate(range(0, len(wanted), length)):
+        halves[index % 2].update(wanted[start : start + length])
 
     def fit(histogram: Histogram) -> Ladder:
         return optimise(

@@ -3,7 +3,7 @@
 ::
 
     DIR/manifest.json    format, fingerprint of everything specialised on (target and ladder too), digests of all files
-    DIR/files/…          what the target needs: for ``cpu`` the library of operators
+    DIR/files/…          what the target needs: for ``cpu`` the library of operators; the cost model, if there is one
     DIR/complete         digest of the manifest; written last
 
 A bundle is written beside its place and exchanged with what is there, so a writer that is killed leaves the old one or
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import BundleError, ConfigError
 from wavegraph.model.config import OuroConfig
@@ -41,6 +42,7 @@ TARGETS = ("cpu",)
 _libc = ctypes.CDLL(None)
 
 _MANIFEST, _FILES, _MARKER = "manifest.json", "files", "complete"
+_COST = "cost.json"
 
 # Of a model, what code, packing or ladder may be specialised on; the rest is read from the checkpoint.
 _SHAPE = (
@@ -74,6 +76,11 @@ class Bundle:
     def library(self) -> Path:
         """The library of operators of a ``cpu`` bundle."""
         return next(path for name, path in self.files.items() if name.endswith(".so"))
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What steps take on the machine that was profiled, if that is in it."""
+        return CostModel.from_file(self.files[_COST]) if _COST in self.files else None
 
     def differences(self, here: Mapping[str, Any]) -> list[str]:
         """Every field of `fingerprint` that does not fit ``here``, with both values."""
@@ -145,13 +152,40 @@ def write_bundle(folder: Path, fingerprint: Mapping[str, Any], files: Mapping[st
                 shutil.copyfile(path, contents / _FILES / name)
                 digests[name] = _sha256((contents / _FILES / name).read_bytes())
             manifest = {"format": FORMAT, "fingerprint": dict(fingerprint), "files": digests}
-            text = json.dumps(manifest, indent=1, sort_keys=True)
-            (contents / _MANIFEST).write_text(text, encoding="utf-8")
-            (contents / _MARKER).write_text(_sha256(text.encode()), encoding="utf-8")
-            _flush(contents)
+            _seal(contents, manifest)
             _move_into_place(contents, folder, work)
     except OSError as error:
         raise BundleError(f"{folder}: cannot be written ({error}); name another folder") from error
+
+
+def add_cost(folder: Path, cost: CostModel) -> Bundle:
+    """Put a cost model into the bundle in ``folder``, in place of one that it has; all else stays.
+
+    The bundle is written anew and exchanged, as by `write_bundle`. Raises `BundleError` as that and `read_bundle` do.
+    """
+    bundle, content = read_bundle(folder), json.dumps(cost.to_dict(), indent=1).encode()
+    try:
+        with _working_folder(folder) as work:
+            contents = work / "bundle"
+            (contents / _FILES).mkdir(parents=True)
+            for name, path in bundle.files.items():
+                shutil.copyfile(path, contents / _FILES / name)
+            (contents / _FILES / _COST).write_bytes(content)
+            manifest = json.loads(_read(folder, _MANIFEST))
+            manifest["files"][_COST] = _sha256(content)
+            _seal(contents, manifest)
+            _move_into_place(contents, folder, work)
+    except OSError as error:
+        raise BundleError(f"{folder}: cannot be written ({error}); name another folder") from error
+    return read_bundle(folder)
+
+
+def _seal(contents: Path, manifest: Mapping[str, Any]) -> None:
+    """Write manifest and marker beside the files, and have the disk hold it all."""
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    (contents / _MANIFEST).write_text(text, encoding="utf-8")
+    (contents / _MARKER).write_text(_sha256(text.encode()), encoding="utf-8")
+    _flush(contents)
 
 
 def read_bundle(folder: str | Path) -> Bundle:
@@ -229,7 +263,7 @@ def _exchange(first: Path, second: Path) -> bool:
     """Let two folders change places in one move (Linux ``renameat2``); False where that is not to be had."""
     with suppress(AttributeError):  # an old libc
         here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-        return _libc.renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+        return bool(_libc.renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0)
     return False
 
 

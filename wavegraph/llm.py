@@ -59,6 +59,7 @@ def build_engine(
     package = read_bundle(bundle) if bundle is not None else None
     if package is not None:
         config = with_bundle(config, package, shape, torch_dtype)
+        cost = cost if cost is not None else package.cost
     runner = make_runner(backend, torch_dtype, on_build, package)
     sizes = derive(config, shape, torch_dtype, dense_attention=runner.ops.dense_attention)
     with _allocation_refused():
@@ -102,7 +103,7 @@ class LLM:
       in any company; ``"recorded"`` replays ATen operators, ``"eager"`` runs them from the model's Python each time.
       ``"auto"`` is ``"compiled"``, or ``"recorded"`` where there is neither a C++ compiler nor a build, or in float16.
     - ``bundle``: a folder that ``wavegraph precompile`` made: its operators are loaded, not compiled, and its ladder is
-      used. One that is damaged, or does not fit, raises `BundleError`.
+      used, and its cost model unless ``cost`` is given. One that is damaged, or does not fit, raises `BundleError`.
     - ``trace``: a file for a trace of every step in Chrome's format, for Perfetto; complete once closed.
     - ``cost``: what steps take here: a `CostModel`, or the JSON file that ``wavegraph profile-buckets`` wrote. None: an
       assumption.

@@ -1,11 +1,13 @@
 """From a model to a bundle, and from a bundle to an engine's options."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.bundle import Bundle, check_target, cpu_fingerprint, fingerprint_here, read_bundle, write_bundle
 from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
@@ -51,3 +53,13 @@ def with_bundle(config: EngineConfig, bundle: Bundle, shape: OuroConfig, dtype: 
     wanted = sorted(set(config.buckets)) if config.buckets is not None else None
     bundle.check_fits(fingerprint_here(bundle, shape, dtype, config.page_size, wanted))
     return replace(config, buckets=bundle.ladder.sizes)
+
+
+def read_profile(path: str | Path) -> tuple[CostModel, list[int] | None]:
+    """The cost model in a file that ``wavegraph profile-buckets`` wrote, and the ladder it recommends, if any.
+
+    Raises `ConfigError` if ``path`` cannot be read or holds something else.
+    """
+    cost = CostModel.from_file(path)
+    data = json.loads(Path(path).read_text(encoding="utf-8"))
+    return cost, data.get("ladder")

@@ -27,7 +27,7 @@ from wavegraph.errors import ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.loading import checkpoint_dtype, load_model, resolve_checkpoint
 from wavegraph.model.sampling import Action
-from wavegraph.runner import AUTO, Runner, make_runner
+from wavegraph.runner import AUTO, Runner, check_backend, make_runner
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import StepPlan
 from wavegraph.simulate import simulate
@@ -174,7 +174,10 @@ class Subject:
 
         Raises `ConfigError` or `CheckpointError` for what cannot be profiled.
         """
+        check_backend(backend)
         folder = resolve_checkpoint(path)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         shape = OuroConfig.from_file(folder)
         torch_dtype = checkpoint_dtype(folder, shape, dtype)
         limit = shape.max_position_embeddings
@@ -243,20 +246,17 @@ class Subject:
         words = f"{facts['cpu']}, {facts['threads']} threads, {facts['backend']} ({facts['isa']}), {facts['dtype']}"
         return profile(connect, points, samples, source=words, progress=on_measure)
 
-    def wanted(
-        self, workload: Workload, cost: CostModel, on_simulate: Progress | None = None
-    ) -> tuple[list[int], list[int]]:
-        """Rows that CORE and CODA want in each step of a workload, from the scheduler itself, on virtual time.
+    def wanted(self, workload: Workload, cost: CostModel, on_simulate: Progress | None = None) -> list[int]:
+        """Rows that CORE wants in each step of a workload, from the scheduler itself, on virtual time.
 
         Requests are cut to the model's length; a workload of more than `MAX_STEPS` steps is cut there.
         """
         sizes = derive(self.config, self.shape, self.dtype, dense_attention=self.runner.ops.dense_attention)
-        core: list[int] = []
-        coda: list[int] = []
+        rows: list[int] = []
 
         def note(plan: StepPlan) -> None:
-            core.extend([plan.rows] * bool(plan.rows))
-            coda.extend([len(plan.coda_slot)] * bool(plan.coda_slot))
+            if plan.rows:
+                rows.append(plan.rows)
 
         simulate(
             workload.limited(sizes.scheduler.max_model_len),
@@ -267,7 +267,7 @@ class Subject:
             progress=on_simulate,
             on_plan=note,
         )
-        return core, coda
+        return rows
 
     def weights(self) -> dict[str, int]:
         """Bytes of the layers' products that a replay of CORE reads, and floating-point operations of a row."""

@@ -18,7 +18,7 @@ from wavegraph.buckets.optimise import (
     padding,
     predicted_seconds,
 )
-from wavegraph.buckets.robust import optimise_robust, smoothed
+from wavegraph.buckets.robust import BLOCKS, optimise_robust, smoothed
 from wavegraph.buckets.rules import RULES, compare, powers_of_two, sglang, tensorrt_llm, vllm
 from wavegraph.errors import ConfigError
 
@@ -188,23 +188,36 @@ def test_the_comparison_says_what_the_optimised_ladder_saves() -> None:
 # -- steps that were not seen ------------------------------------------------------------------------------
 
 
+def in_blocks(first: list[int], second: list[int]) -> list[int]:
+    """A trace whose halves are these two lists of equal length, a multiple of half of `BLOCKS`."""
+    length = len(first) * 2 // BLOCKS
+    cuts = range(0, len(first), length)
+    return [rows for cut in cuts for half in (first, second) for rows in half[cut : cut + length]]
+
+
 def test_a_robust_ladder_serves_rows_that_its_half_never_wanted() -> None:
-    """The second half wants what the first does not: a ladder of the first alone pads it to the top."""
+    """One half wants what the other does not: a ladder of the other alone pads it to the top."""
     draw = random.Random(0)
-    first = [draw.choice((2, 30)) for _ in range(300)]
-    second = [draw.randint(1, 40) for _ in range(300)]
-    found = optimise_robust(first + second, SIZED, max_graphs=6, max_rows=256)
+    first = [draw.choice((2, 30)) for _ in range(320)]
+    second = [draw.randint(1, 40) for _ in range(320)]
+    found = optimise_robust(in_blocks(first, second), SIZED, max_graphs=6, max_rows=256)
     assert found.smoothing > 0
     assert found.held_out_seconds < found.unsmoothed_seconds
     assert found.held_out_seconds >= found.fitted_seconds
     assert found.loss == found.held_out_seconds / found.fitted_seconds - 1
     assert found.ladder.max == 256
+    # The scores are those of the two halves, each on the other's ladder.
+    ladders = [optimise(Counter(half), SIZED, max_graphs=6, max_rows=256) for half in (first, second)]
+    crossed = predicted_seconds(Counter(first), ladders[1], SIZED) + predicted_seconds(
+        Counter(second), ladders[0], SIZED
+    )
+    assert found.unsmoothed_seconds == pytest.approx(crossed)
 
 
 def test_a_trace_that_repeats_itself_loses_nothing() -> None:
     draw = random.Random(0)
     half = [draw.randint(1, 40) for _ in range(200)]
-    found = optimise_robust(half + half, SIZED, max_graphs=4, max_rows=64)
+    found = optimise_robust(in_blocks(half, half), SIZED, max_graphs=4, max_rows=64)
     assert found.smoothing == 0
     assert found.loss == 0
     assert found.ladder == optimise(Counter(half), SIZED, max_graphs=4, max_rows=64)

@@ -22,9 +22,22 @@ from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
 )
 @click.option("--dtype", default="auto", show_default=True, metavar="NAME", help="auto, float32 or bfloat16.")
 @click.option("--page-size", default=EngineConfig.page_size, show_default=True, metavar="N", help="Positions per page.")
+@click.option(
+    "--profile",
+    "profile_path",
+    metavar="FILE",
+    help="Result of 'profile-buckets': put its costs into the bundle, and its ladder unless --ladder is given.",
+)
 @json_output
 def precompile_command(
-    model: str, out: Path, target: str, ladder: list[int] | None, dtype: str, page_size: int, json_path: Path | None
+    model: str,
+    out: Path,
+    target: str,
+    ladder: list[int] | None,
+    dtype: str,
+    page_size: int,
+    profile_path: str | None,
+    json_path: Path | None,
 ) -> None:
     """Compile what MODEL needs into a bundle, for 'generate --bundle DIR' to run without a compiler.
 
@@ -32,12 +45,22 @@ def precompile_command(
     versions of torch and Wavegraph. No weights are read.
     """
     import_engine()
-    from wavegraph.precompile import precompile
+    from wavegraph.capture.bundle import add_cost
+    from wavegraph.precompile import precompile, read_profile
 
+    cost, profiled = read_profile(profile_path) if profile_path is not None else (None, None)
     on_build = Bars().note("Compiling operators (once)")
     bundle = precompile(
-        model_path(model), out, target=target, ladder=ladder, dtype=dtype, page_size=page_size, on_build=on_build
+        model_path(model),
+        out,
+        target=target,
+        ladder=ladder or profiled,
+        dtype=dtype,
+        page_size=page_size,
+        on_build=on_build,
     )
+    if cost is not None:
+        bundle = add_cost(out, cost)
     facts: dict[str, Any] = {"bundle": str(bundle.folder), "fingerprint": bundle.fingerprint}
     if json_path is not None:
         write_json(json_path, to_json(facts))

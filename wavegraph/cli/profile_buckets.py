@@ -1,6 +1,5 @@
 """``wavegraph profile-buckets``: measure what buckets cost here, and recommend a ladder for a workload."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +77,7 @@ def profile_buckets_command(
     itself, on virtual time.
     """
     import_engine()
+    from wavegraph.capture.bundle import add_cost
     from wavegraph.precompile import precompile
     from wavegraph.profile import Budget, report
 
@@ -99,9 +99,9 @@ def profile_buckets_command(
             ladder=result["ladder"],
             dtype=result["dtype"],
             page_size=given["page_size"],
-            cost=cost,
             on_build=bars.note("Compiling operators (once)"),
         )
+        add_cost(bundle, cost)
     if json_path is not None:
         write_json(json_path, text)
     else:
