@@ -249,9 +249,11 @@ class Subject:
     def wanted(self, workload: Workload, cost: CostModel, on_simulate: Progress | None = None) -> list[int]:
         """Rows that CORE wants in each step of a workload, from the scheduler itself, on virtual time.
 
-        Requests are cut to the model's length; a workload of more than `MAX_STEPS` steps is cut there.
+        Requests are cut to the model's length, and share no prefix; a workload of more than `MAX_STEPS` steps is cut
+        there.
         """
-        sizes = derive(self.config, self.shape, self.dtype, dense_attention=self.runner.ops.dense_attention)
+        config = replace(self.config, prefix_cache=False)
+        sizes = derive(config, self.shape, self.dtype, dense_attention=self.runner.ops.dense_attention)
         rows: list[int] = []
 
         def note(plan: StepPlan) -> None:
