@@ -5,8 +5,9 @@ that end at a context. Keys and values are random, and lie in pages in random or
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,6 +28,7 @@ from wavegraph.errors import ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.loading import checkpoint_dtype, load_model, resolve_checkpoint
 from wavegraph.model.sampling import Action
+from wavegraph.model.weights import Model
 from wavegraph.runner import AUTO, Runner, check_backend, make_runner
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import StepPlan
@@ -40,6 +42,9 @@ CONTEXTS = (64, 256, 1024)
 
 HOST_REQUESTS, HOST_PROMPT, HOST_TOKENS = 8, 24, 8
 MAX_STEPS = 100_000
+
+Load = Callable[[Runner, int, Progress | None], Model]
+"""Makes a model for a runner and a number of positions, and says how far it is."""
 
 
 class EngineProbe:
@@ -123,14 +128,17 @@ class EngineProbe:
 
     def _fill_pools(self) -> None:
         """The same random keys and values in every page, and pages for every slot; those of spans are theirs alone."""
-        pools, io, count = self._executor.pools, self._executor.io, self._executor.limits.num_pages
+        pools, io, limits = self._executor.pools, self._executor.io, self._executor.limits
+        io.header.zero_()
+        for entries in (io.span_slot, io.token_slot, io.page_slot, io.param_slot, io.coda_slot):
+            entries.fill_(limits.scratch_slot)  # no updates that a step of `host_seconds` left are made again
         for pool in (pools.k, pools.v, pools.hidden):
             pool[0].normal_()
             pool[1:] = pool[:1]
         table = io.page_table[:-1]
         slots, blocks = (torch.arange(size) for size in table.shape)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-        table.copy_(order[(slots[:, None] * self._pages + blocks) % count])
+        order = torch.randperm(limits.num_pages, generator=torch.Generator().manual_seed(0))
+        table.copy_(order[(slots[:, None] * self._pages + blocks) % limits.num_pages])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +152,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is profiled: a model's shape and files, and what runs it.
+    """What is profiled: a model's shape, how to ``load`` it, and what runs it.
 
     ``config`` says how steps are planned; its row budget is the largest batch. ``contexts`` and ``candidates`` ascend.
     """
 
-    folder: Path
+    load: Callable[[Progress | None], Model]
     shape: OuroConfig
     dtype: torch.dtype
     runner: Runner
@@ -169,25 +177,45 @@ class Subject:
         candidates: Sequence[int] | None = None,
         on_build: Progress | None = None,
     ) -> "Subject":
-        """Look at a checkpoint; no weights are read. Without ``candidates``, `candidate_rows`; without ``contexts``,
-        those of `CONTEXTS` that the model reaches. The largest batch is always a candidate.
-
-        Raises `ConfigError` or `CheckpointError` for what cannot be profiled.
-        """
+        """A checkpoint, looked at without reading weights; the rest as for `of`. Raises `CheckpointError` too."""
         check_backend(backend)
         folder = resolve_checkpoint(path)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         shape = OuroConfig.from_file(folder)
         torch_dtype = checkpoint_dtype(folder, shape, dtype)
-        limit = shape.max_position_embeddings
+
+        def load(runner: Runner, longest: int, on_load: Progress | None) -> Model:
+            name = str(torch_dtype).removeprefix("torch.")
+            return load_model(folder, ops=runner.ops, dtype=name, max_model_len=longest, progress=on_load)
+
+        return cls.of(load, shape, torch_dtype, config, backend, contexts, candidates, on_build)
+
+    @classmethod
+    def of(
+        cls,
+        load: Load,
+        shape: OuroConfig,
+        dtype: torch.dtype,
+        config: EngineConfig,
+        backend: str = AUTO,
+        contexts: Sequence[int] | None = None,
+        candidates: Sequence[int] | None = None,
+        on_build: Progress | None = None,
+    ) -> "Subject":
+        """Any model. Without ``candidates``, `candidate_rows`; without ``contexts``, those of `CONTEXTS` it reaches.
+
+        The largest batch is always a candidate. Raises `ConfigError` for what cannot be profiled.
+        """
+        limit, top = shape.max_position_embeddings, config.row_budget
         if contexts is None:
             contexts = [each for each in CONTEXTS if each <= limit] or [limit]
-        top = config.row_budget
         sizes = Ladder([*(candidates if candidates is not None else candidate_rows(top)), top]).sizes
         points_of(sizes, [1], contexts)
-        runner = make_runner(backend, torch_dtype, on_build)
-        return cls(folder, shape, torch_dtype, runner, config, tuple(sorted(set(contexts))), sizes)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        runner = make_runner(backend, dtype, on_build)
+        return cls(
+            partial(load, runner, max(contexts)), shape, dtype, runner, config, tuple(sorted(set(contexts))), sizes
+        )
 
     def sizes(self) -> Sizes:
         """Limits of an engine that records every candidate, and whose pool holds the longest context in each span."""
@@ -232,14 +260,8 @@ class Subject:
         sizes = self.sizes()
 
         def connect() -> EngineProbe:
-            model = load_model(
-                self.folder,
-                ops=self.runner.ops,
-                dtype=str(self.dtype).removeprefix("torch."),
-                max_model_len=max(self.contexts),
-                progress=on_load,
-            )
-            return EngineProbe(Engine(model, sizes, backend=self.runner.backend, progress=on_capture), self.contexts)
+            engine = Engine(self.load(on_load), sizes, backend=self.runner.backend, progress=on_capture)
+            return EngineProbe(engine, self.contexts)
 
         points = points_of(sizes.ladder.sizes, sizes.coda_ladder.sizes, self.contexts)
         facts = self.fingerprint()

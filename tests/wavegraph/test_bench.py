@@ -118,3 +118,21 @@ def test_runs_are_interleaved() -> None:
     assert first.low <= first.median <= first.high
     assert Times.of([3.0, 1.0, 2.0]) == Times(2.0, 1.0, 3.0)
     assert second.low > 0
+
+
+def test_ladders_run_the_same_steps() -> None:
+    options = ["--workload", "decode", "--steps", "5", "--context", "32", "--max-batched-tokens", "40", *SIZES]
+    table, facts = run("ladder", *options, "--max-graphs", "3", "--depths", "2")
+    ours, *others = facts["ladders"]
+    assert ours["name"] == "optimised"
+    assert ours["ratio"] == 1
+    assert len(ours["sizes"]) <= 3
+    assert {each["name"] for each in others} >= {"vLLM", "SGLang", "TensorRT-LLM", "powers of two"}
+    for each in facts["ladders"]:
+        assert each["sizes"][-1] == 40
+        assert 0 < each["ms"]["low"] <= each["ms"]["median"]
+        assert each["predicted_ms"] > 0
+        assert 0 <= each["padding"] < 1
+        assert each["name"] in table
+    assert facts["steps"] == 5
+    assert 1 <= facts["mean_rows"] <= 40

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from wavegraph.cli.common import Command, emit, integers, json_output, to_json, write_json
-from wavegraph.cli.engine import import_engine, model_path
+from wavegraph.cli.engine import Bars, import_engine, model_path
+from wavegraph.config import EngineConfig
+from wavegraph.workload import find_workload
 
 if TYPE_CHECKING:
     from wavegraph.bench.shape import Shape
@@ -150,6 +152,65 @@ def start_command(model: str, dtype: str, repeats: int, json_path: Path | None) 
         for row in result["starts"]
     ]
     _show(f"{model}, {result['threads']} threads", ("start", "first token ms", "compiler runs", "operators"), lines)
+    _end(result, json_path)
+
+
+@bench_command.command("ladder")
+@click.option("--workload", "name", default="chat", show_default=True, metavar="FILE|NAME", help="Whose steps.")
+@click.option("--max-graphs", default=12, type=click.IntRange(1), show_default=True, help="Buckets when optimised.")
+@click.option("--max-batched-tokens", default=256, type=click.IntRange(1), show_default=True, help="The top bucket.")
+@click.option("--context", default=256, type=click.IntRange(1), show_default=True, help="Positions that rows attend.")
+@click.option("--depths", default=4, type=click.IntRange(1), show_default=True, help="Loops of the model.")
+@click.option(
+    "--steps", default=100, type=click.IntRange(1), show_default=True, help="Steps drawn from the workload's."
+)
+@_shape_options
+@_common_options(5)
+def ladder_command(
+    name: str,
+    max_graphs: int,
+    max_batched_tokens: int,
+    depths: int,
+    steps: int,
+    repeats: int,
+    backend: str,
+    json_path: Path | None,
+    **sizes: Any,
+) -> None:
+    """Other engines' default ladders against one optimised for a workload, on the same steps."""
+    import_engine()
+    from wavegraph.bench.ladder import bench_ladder
+    from wavegraph.profile import Budget
+
+    config = EngineConfig(max_num_batched_tokens=max_batched_tokens, page_size=sizes["page_size"])
+    with Bars().show("Measuring") as on_measure:
+        result = bench_ladder(
+            _shape(sizes),
+            depths,
+            find_workload(name),
+            config,
+            Budget(max_graphs),
+            steps=steps,
+            repeats=repeats,
+            backend=backend,
+            on_measure=on_measure,
+        )
+    lines = [
+        (
+            row["name"],
+            str(len(row["sizes"])),
+            _times(row["ms"], 1),
+            f"{row['ratio']:.3f}",
+            f"{row['predicted_ms']:.1f} ({row['error']:+.1%})",
+            f"{row['padding']:.1%}",
+        )
+        for row in result["ladders"]
+    ]
+    title = (
+        f"{steps} of {result['workload_steps']} steps of {result['workload']}, {result['mean_rows']:.1f} rows each; "
+    )
+    columns = ("ladder", "buckets", "ms", "ratio", "predicted ms", "padding")
+    _show(f"{title}{result['backend']} ({result['isa']}), {result['threads']} threads", columns, lines)
     _end(result, json_path)
 
 
