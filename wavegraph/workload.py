@@ -4,6 +4,7 @@ A workload comes from a file (`read_workload`: JSON lines, or the trace of an en
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite, log
@@ -98,7 +99,9 @@ class Workload:
 
 
 def find_workload(text: str) -> Workload:
-    """The workload of that name (`NAMED`; ``chat@2.5`` sets arrivals a second), or that of the file at that path.
+    """The workload of that name, or that of the file at that path.
+
+    Names are those of `NAMED`; ``4x512``, four prompts of 512 tokens at once; ``chat@2.5``, with 2.5 arrivals a second.
 
     Raises `ConfigError` if it is neither, or the file is no workload.
     """
@@ -110,9 +113,11 @@ def find_workload(text: str) -> Workload:
             raise ConfigError(f"workload: {rate!r} in {text!r} is no rate; write requests a second: chat@2.5") from None
     if text in NAMED:
         return NAMED[text]()
+    if uniform := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,7})", text):
+        return Workload.at_once(text, [int(uniform[2])] * int(uniform[1]))
     path = Path(text)
     if not path.is_file():
-        raise ConfigError(f"workload: {text!r} is neither a file nor one of {', '.join(NAMED)}")
+        raise ConfigError(f"workload: {text!r} is neither a file nor one of {', '.join(NAMED)}, 4x512 (any numbers)")
     return read_workload(path)
 
 
@@ -218,8 +223,6 @@ NAMED: dict[str, Callable[[], Workload]] = {
     "rfc": rfc,
     "mixed-32": lambda: mixed(32, 128),
     "mixed-128": lambda: mixed(128, 32),
-    "one-512": lambda: Workload.at_once("one-512", [512]),
-    "four-512": lambda: Workload.at_once("four-512", [512] * 4),
     "chat": chat,
     "decode": lambda: Workload.at_once("decode", [16] * 32, 128),
 }

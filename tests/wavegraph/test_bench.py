@@ -1,6 +1,7 @@
 """The benchmarks run, say what they measured, and compare things that compute the same."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ from click.testing import CliRunner
 from wavegraph.bench.eager import EagerCore
 from wavegraph.bench.measure import Times, interleaved
 from wavegraph.bench.replay import _executor, _set_rows
+from wavegraph.bench.rig import Rig, Run, Watch
 from wavegraph.bench.shape import Shape
+from wavegraph.bench.step import _Variant
+from wavegraph.buckets.cost import CostModel
+from wavegraph.buckets.samples import Point
 from wavegraph.cli import main
 from wavegraph.model.weights import RopeTables
 from wavegraph.runner import make_runner
+from wavegraph.scheduler.plan import Kind
+from wavegraph.workload import Workload
 
 SIZES = ["--hidden", "64", "--layers", "2", "--heads", "2", "--head-dim", "32", "--inner", "96", "--repeats", "1"]
 
@@ -78,11 +85,112 @@ def test_attention() -> None:
     assert all(row["largest_difference"] < 1e-5 for row in facts["contexts"])
 
 
-def test_prefill() -> None:
-    _, facts = run("prefill", *SIZES, "--requests", "1,2", "--prompt-len", "24", "--chunk", "4", "--depths", "3")
-    for row, count in zip(facts["requests"], (1, 2), strict=True):
-        assert row["ordinary_rows"] == 4 * count
-        assert row["wavefront_rows"] > row["ordinary_rows"]
+def test_prefill(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    file.write_text('{"arrival": 0, "prompt_tokens": 48, "output_tokens": 9}\n' * 2)
+    limits = ["--depths", "3", "--max-batched-tokens", "64", "--workload", f"1x24,{file}", "--chunks", "8,4"]
+    _, facts = run("prefill", *SIZES, *limits, "--scale", "0.5")
+    assert [(each["requests"], each["prompt_tokens"]) for each in facts["workloads"]] == [(1, 12), (2, 48)]
+    for table, requests in zip(facts["workloads"], (1, 2), strict=True):
+        rows = {(row["chunk"], row["wavefront"]): row for row in table["variants"]}
+        assert rows[4, False]["rows_per_step"] == 4 * requests
+        assert rows[4, True]["rows_per_step"] > rows[4, False]["rows_per_step"]
+        assert rows[8, False]["over_ordinary"] == 1
+        assert max(row["of_best"] for row in rows.values()) == 1
+        for row in rows.values():
+            assert row["prompt_tokens_per_s"] == pytest.approx(table["prompt_tokens"] / row["ms"]["median"] * 1e3)
+            assert row["error"] == pytest.approx(row["predicted_ms"] / row["ms"]["median"] - 1)
+        predicted = rows[4, False]["predicted_ms"]
+        replays = CostModel.from_dict(facts["cost"]).step_seconds(4 * requests) * rows[4, False]["steps"] * 1e3
+        assert predicted > 0.5 * replays  # steps of equal rows, whose host time may be hidden
+
+
+def test_the_cost_is_that_of_replays_and_leaves_the_engine_as_it_was() -> None:
+    """Requests decode the same tokens after replays on made-up rows; a bucket's positions are those of its rows."""
+    shape = Shape(hidden=64, layers=1, heads=2, head_dim=32, inner=64, vocab=64, page_size=8, dtype="float32")
+    rig = Rig(shape, 2, 24, 16, 3, "auto")
+    config, workload = rig.variant(prefill_chunk_size=4), Workload.at_once("w", [5, 20, 17, 3], 4)
+    before = rig.run(config, workload)
+    for _ in range(3):
+        rig.measure_cost()
+    after = rig.run(config, workload)
+    assert [before.outputs[name].token_ids for name in "0123"] == [after.outputs[name].token_ids for name in "0123"]
+    cost = rig.facts()["cost"]
+    assert cost["core"]["rows"] == rig.engine.sizes.ladder.sizes
+    assert cost["coda"]["rows"] == rig.engine.sizes.coda_ladder.sizes
+    assert cost["host_seconds"] > 0
+    assert all(seconds > 0 for seconds in cost["coda"]["seconds"])
+    for rows in rig.engine.sizes.ladder.sizes:
+        positions = rig._meter._prepare(Point("core", rows, 24))
+        rig.engine.executor.core.replay(rows, rows)
+        io = rig.engine.executor.io
+        assert int(io.row_pos[:rows].sum()) + rows == positions
+        assert int(io.row_pos[:rows].max()) == 23
+        places = set(zip(*(field[:rows].tolist() for field in (io.row_slot, io.row_pos, io.row_depth)), strict=True))
+        assert len(places) == rows
+    rig.close()
+
+
+def test_prefill_stops_at_a_token_that_depends_on_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = iter(range(100))
+    result = Watch.result
+
+    def changed(watch: Watch) -> Run:
+        run = result(watch)
+        outputs = {name: replace(each, token_ids=(next(tokens),)) for name, each in run.outputs.items()}
+        return replace(run, outputs=outputs)
+
+    monkeypatch.setattr(Watch, "result", changed)
+    done = CliRunner().invoke(main, ["bench", "prefill", *SIZES, "--workload", "1x8", "--chunks", "4"])
+    assert done.exit_code == 1
+    assert "1x8: first tokens differ between schedules" in done.stderr
+
+
+def test_step() -> None:
+    table, facts = run("step", "--spans", "2,4", "--waiting", "0,3", "--steps", "20", "--no-async")
+    assert [(row["spans"], row["running"], row["waiting"]) for row in facts["steps"]] == [
+        (2, 4, 0), (2, 4, 3), (4, 8, 0), (4, 8, 3),
+    ]  # fmt: skip
+    for row in facts["steps"]:
+        whole, parts = row["step_cpu_us"], [row[f"{name}_us"]["median"] for name in ("plan", "submit", "poll", "apply")]
+        assert 0 < whole["low"] <= whole["median"] <= whole["high"]
+        assert all(part > 0 for part in parts)
+        assert row["pack_us"]["median"] > 0
+    assert "wall us" in table
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_steps_are_full_until_the_end(asynchronous: bool) -> None:
+    variant = _Variant(4, 2, 40, asynchronous)
+    variant.warm_up()
+    before = replace(variant.engine.scheduler.stats)
+    for _ in range(2):
+        variant.whole_steps()
+    variant.time_parts()
+    variant.steps(40)
+    after = variant.engine.scheduler.stats
+    assert after.spans - before.spans == 4 * (after.steps - before.steps) == after.rows - before.rows
+    assert all(task.kind == Kind.DECODE for task in variant.engine.scheduler.plan().tasks)
+    assert {len(times) for times in variant._times.values()} >= {40}
+    variant.engine.close()
+
+
+def test_decode() -> None:
+    work = ["--requests", "2", "--tokens", "6", "--prompt-len", "20", "--chunk", "4", "--thresholds", "1,0.01"]
+    _, facts = run("decode", *SIZES, *work, "--depths", "3", "--max-batched-tokens", "32")
+    none, ordinary, separate, fused = facts["loads"]
+    assert facts["alone"]["predicted_ms"] > 0
+    assert none["beside"] == "none"
+    assert none["prompt_tokens_per_s"]["median"] == 0
+    for row in (ordinary, separate, fused):
+        assert row["prompt_tokens_per_s"]["median"] > 0
+        assert row["output_tokens_per_s"]["median"] > 0
+        assert 0 < row["itl_ms"]["p50"] <= row["itl_ms"]["p99"]
+    exits = {(row["threshold"], row["exit_kv"]): row for row in facts["exits"]}
+    assert exits[1.0, "exact"]["loops_per_token"] == exits[1.0, "copy"]["loops_per_token"] == 3
+    assert exits[1.0, "exact"]["steps_per_token"] == pytest.approx(3)
+    assert exits[0.01, "exact"]["loops_per_token"] == 1
+    assert 1 < exits[0.01, "copy"]["loops_per_token"] < 1.5  # the first token is one of full depth
 
 
 @pytest.mark.slow
@@ -102,6 +210,9 @@ def test_start() -> None:
         (["replay", "--context", "8"], "context: 8 cannot end a chunk of 16"),
         (["replay", "--dtype", "auto"], "dtype: random weights have none of their own"),
         (["replay", "--backend", "fast"], "backend: 'fast' is unknown"),
+        (["prefill", "--workload", "none"], "workload: 'none' is neither a file nor one of"),
+        (["prefill", *SIZES, "--chunks", "16,some"], "prefill_chunk_size must be"),
+        (["decode", "--thresholds", "high"], "'high' is not a comma-separated list of numbers"),
         (["attention", "--contexts", "8"], "contexts: 8 cannot end a chunk of 16 rows"),
     ],
 )

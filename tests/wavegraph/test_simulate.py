@@ -167,12 +167,12 @@ def test_the_command_takes_a_workload_and_a_cost(tmp_path: Path) -> None:
 
 
 def test_the_command_by_name_and_without_a_cost() -> None:
-    values = run_command("--workload", "four-512", "--ladder", "default", "--max-batched-tokens", "256", "--check")
+    values = run_command("--workload", "4x512", "--ladder", "default", "--max-batched-tokens", "256", "--check")
     assert values["unit"] == "cost"
     assert values["rows"] == 4 * 4 * 512
     assert sum(int(bucket) * hits for bucket, hits in values["bucket_hits"].items()) == values["rows"]
     assert values["itl"] is None
-    table = CliRunner().invoke(main, ["simulate", "--workload", "four-512"]).stdout
+    table = CliRunner().invoke(main, ["simulate", "--workload", "4x512"]).stdout
     assert "no cost was measured" in table
     assert "itl  none" in table
 

@@ -61,7 +61,7 @@ def test_a_broken_file_is_refused_by_line(tmp_path: Path, text: str, named: str)
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is neither a file nor one of rfc, mixed-32"):
+    with pytest.raises(ConfigError, match="is neither a file nor one of rfc, mixed-32, mixed-128, chat, decode, 4x512"):
         find_workload(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_workload(tmp_path)
@@ -110,6 +110,7 @@ def test_named_workloads() -> None:
     rfc = NAMED["rfc"]()
     assert [(r.arrival, r.prompt_tokens, r.output_tokens) for r in rfc.requests] == [(0.0, 8064, 1)] * 4
     assert (rfc.prompt_tokens, rfc.output_tokens, rfc.longest) == (4 * 8064, 4, 8065)
+    assert find_workload("4x8064").requests == rfc.requests
     assert [len(NAMED[name]().requests) for name in ("mixed-32", "mixed-128")] == [32, 128]
 
 

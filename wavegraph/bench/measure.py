@@ -20,16 +20,16 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds of several runs: the median, and the 10th and 90th percentiles."""
+    """Times of several runs, milliseconds unless said otherwise: the median, and the 10th and 90th percentiles."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, milliseconds: Sequence[float]) -> "Times":
+    def of(cls, times: Sequence[float]) -> "Times":
         """Summarise at least one run."""
-        ordered = sorted(milliseconds)
+        ordered = sorted(times)
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(last * 0.1)], ordered[round(last * 0.9)])
 

@@ -1,86 +1,98 @@
-"""Prompts through the whole engine: ordinary against wavefront prefill."""
+"""Prompts through the whole engine: ordinary against wavefront prefill, by chunk size (the RFC's tables)."""
 
-import random
-from collections.abc import Sequence
-from time import perf_counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from wavegraph.bench.measure import Times, machine_facts
+from wavegraph.bench.measure import Times
+from wavegraph.bench.rig import Rig, Run
 from wavegraph.bench.shape import Shape
-from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
-from wavegraph.model.weights import model_from_tensors
-from wavegraph.runner import make_runner
-from wavegraph.sampling import SamplingParams
-from wavegraph.sizing import derive
+from wavegraph.errors import EngineError
+from wavegraph.workload import Workload
 
-BUDGET = 256
+Progress = Callable[[int, int], None]
+"""Called with the runs done, and in all."""
 
 
 def bench_prefill(
-    shape: Shape, requests: Sequence[int], prompt_len: int, depths: int, repeats: int, backend: str
+    shape: Shape,
+    workloads: Sequence[Workload],
+    chunks: Sequence[int | str],
+    *,
+    depths: int,
+    budget: int,
+    seqs: int,
+    repeats: int,
+    backend: str,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Milliseconds until every request has its first token, for each number of requests that arrive together.
+    """Seconds until all requests of each workload, which arrive at once, have their first token.
 
-    ``shape.chunk`` is the chunk size of both. Both engines are alive at once, and runs of them are interleaved.
+    Each chunk size runs ordinarily and as a wavefront, in turn, ``repeats`` rounds after one that does not count; at
+    most ``seqs`` requests run at once, with at most ``budget`` rows a step. What replays cost is measured between
+    rounds, and what a simulation says by it stands beside what was measured. Raises `EngineError` if first tokens
+    differ on `compiled`, which promises that they do not.
     """
-    config = shape.config(depths=depths, max_len=prompt_len + 1)
-    weights = shape.weights(config)
-    engines = []
-    for wavefront in (False, True):
-        runner = make_runner(backend, shape.torch_dtype)
-        options = EngineConfig(
-            wavefront=wavefront,
-            prefill_chunk_size=shape.chunk,
-            max_num_batched_tokens=BUDGET,
-            max_num_seqs=max(requests),
-            max_model_len=prompt_len + 1,
-            page_size=shape.page_size,
-            num_pages=max(requests) * (2 + prompt_len // shape.page_size),  # with a spare page for each
-            prefix_cache=False,
-            async_scheduling=False,
-        )
-        sizes = derive(options, config, shape.torch_dtype)
-        model = model_from_tensors(config, weights, ops=runner.ops, dtype=shape.torch_dtype)
-        engines.append(Engine(model, sizes, backend=runner.backend))
-    table = []
-    for count in requests:
-        for engine in engines:
-            _run(engine, count, prompt_len)
-        before = [(engine.stats().executor.core.rows, engine.stats().executor.steps) for engine in engines]
-        rounds = [[_run(engine, count, prompt_len) for engine in engines] for _ in range(repeats)]
-        chunks, waves = (Times.of(column) for column in zip(*rounds, strict=True))
-        after = [(engine.stats().executor.core.rows, engine.stats().executor.steps) for engine in engines]
-        means = [(now[0] - then[0]) / (now[1] - then[1]) for now, then in zip(after, before, strict=True)]
-        table.append(
+    workloads = [Workload.at_once(each.name, [r.prompt_tokens for r in each.requests]) for each in workloads]
+    longest = max(workload.longest for workload in workloads)
+    rig = Rig(shape, depths, longest, budget, min(seqs, max(len(each.requests) for each in workloads)), backend)
+    variants = [(chunk, wavefront) for chunk in chunks for wavefront in (False, True)]
+    configs = [rig.variant(prefill_chunk_size=chunk, wavefront=wavefront) for chunk, wavefront in variants]
+    total = len(workloads) * len(variants) * (repeats + 1)
+    done = 0
+    tables = []
+    for workload in workloads:
+        rounds: list[list[Run]] = []
+        for _ in range(repeats + 1):
+            rig.measure_cost()
+            rounds.append([])
+            for config in configs:
+                rounds[-1].append(rig.run(config, workload))
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+        if rig.bit_invariant:
+            _check_tokens(workload, rounds[0])
+        table = _table(workload, variants, rounds[1:])
+        for config, row in zip(configs, table["variants"], strict=True):
+            row |= rig.predict(config, workload, row["ms"]["median"])
+        tables.append(table)
+    rig.close()
+    return {**rig.facts(), "benchmark": "prefill", "workloads": tables}
+
+
+def _check_tokens(workload: Workload, runs: Sequence[Run]) -> None:
+    """No schedule may change a token."""
+    first, *others = ({name: output.token_ids for name, output in run.outputs.items()} for run in runs)
+    if any(other != first for other in others):
+        raise EngineError(f"{workload.name}: first tokens differ between schedules")
+
+
+def _table(
+    workload: Workload, variants: Sequence[tuple[int | str, bool]], rounds: Sequence[Sequence[Run]]
+) -> dict[str, Any]:
+    rows = []
+    for (chunk, wavefront), runs in zip(variants, zip(*rounds, strict=True), strict=True):
+        times = Times.of([run.seconds * 1e3 for run in runs])
+        run = runs[0]
+        rows.append(
             {
-                "requests": count,
-                "ordinary_ms": chunks.to_dict(),
-                "wavefront_ms": waves.to_dict(),
-                "ratio": chunks.median / waves.median,
-                "ordinary_rows": means[0],
-                "wavefront_rows": means[1],
+                "chunk": chunk,
+                "wavefront": wavefront,
+                "ms": times.to_dict(),
+                "prompt_tokens_per_s": workload.prompt_tokens / times.median * 1e3,
+                "steps": run.steps,
+                "rows_per_step": run.rows / run.steps,
+                "padding": run.padding_rows / (run.rows + run.padding_rows),
             }
         )
-    for engine in engines:
-        engine.close()
+    best = max(row["prompt_tokens_per_s"] for row in rows)
+    for ordinary, wave in zip(rows[::2], rows[1::2], strict=True):
+        for row in (ordinary, wave):
+            row["of_best"] = row["prompt_tokens_per_s"] / best
+            row["over_ordinary"] = ordinary["ms"]["median"] / row["ms"]["median"]
     return {
-        **machine_facts(),
-        "backend": runner.backend.name,
-        "isa": getattr(runner.ops, "isa", None),
-        "shape": {name: getattr(shape, name) for name in shape.__slots__},
-        "prompt_len": prompt_len,
-        "depths": depths,
-        "requests": table,
+        "workload": workload.name,
+        "requests": len(workload.requests),
+        "prompt_tokens": workload.prompt_tokens,
+        "variants": rows,
     }
-
-
-def _run(engine: Engine, requests: int, prompt_len: int) -> float:
-    draw = random.Random(requests)
-    started = perf_counter()
-    for index in range(requests):
-        prompt = draw.choices(range(engine.model.config.vocab_size), k=prompt_len)
-        engine.add_request(str(index), prompt, SamplingParams(max_tokens=1, ignore_eos=True))
-    while engine.has_unfinished:
-        engine.step()
-    return (perf_counter() - started) * 1e3

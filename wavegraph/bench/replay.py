@@ -53,7 +53,7 @@ def bench_replay(shape: Shape, rows: Sequence[int], repeats: int, backend: str) 
             }
         )
     executor.close()
-    return {**_facts(shape, runner), "rows": table}
+    return {**_facts(shape, runner), "benchmark": "replay", "rows": table}
 
 
 def bench_attention(shape: Shape, rows: int, contexts: Sequence[int], repeats: int, backend: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def bench_attention(shape: Shape, rows: int, contexts: Sequence[int], repeats: i
     if min(contexts) < rows:
         raise ConfigError(f"contexts: {min(contexts)} cannot end a chunk of {rows} rows; raise it")
     table = [_attention(each, runner, repeats) for each in small]
-    return {**_facts(shape, runner), "rows": rows, "contexts": table}
+    return {**_facts(shape, runner), "benchmark": "attention", "rows": rows, "contexts": table}
 
 
 def _attention(shape: Shape, runner: Runner, repeats: int) -> dict[str, Any]:

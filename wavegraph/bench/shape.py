@@ -20,6 +20,7 @@ class Shape:
     heads: int = 8
     head_dim: int = 128
     inner: int = 2816
+    vocab: int = 4096
     context: int = 256
     chunk: int = 16
     page_size: int = 16
@@ -29,7 +30,7 @@ class Shape:
         check_dtype(self.dtype)
         if self.dtype == "auto":
             raise ConfigError("dtype: random weights have none of their own; name one")
-        for name in ("hidden", "layers", "heads", "inner", "context", "chunk", "page_size"):
+        for name in ("hidden", "layers", "heads", "inner", "vocab", "context", "chunk", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         if self.context < self.chunk:
@@ -42,12 +43,12 @@ class Shape:
         return dtype
 
     def config(self, *, depths: int = 1, max_len: int | None = None) -> OuroConfig:
-        """A model of this shape with ``depths`` loops and a small vocabulary."""
+        """A model of this shape with ``depths`` loops."""
         return OuroConfig.from_dict(
             {
                 "model_type": "ouro",
                 "hidden_act": "silu",
-                "vocab_size": 256,
+                "vocab_size": self.vocab,
                 "hidden_size": self.hidden,
                 "intermediate_size": self.inner,
                 "num_hidden_layers": self.layers,

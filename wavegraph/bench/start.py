@@ -46,7 +46,7 @@ def bench_start(model: str | Path, dtype: str, repeats: int) -> dict[str, Any]:
             (facts,) = {json.dumps(facts) for _, facts in runs}
             times = Times.of([milliseconds for milliseconds, _ in runs])
             table.append({"case": case, "first_token_ms": times.to_dict(), **json.loads(facts)})
-    return {**machine_facts(), "model": str(model), "dtype": dtype, "starts": table}
+    return {**machine_facts(), "benchmark": "start", "model": str(model), "dtype": dtype, "starts": table}
 
 
 def _start(

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from wavegraph.cli.common import Command, emit, integers, json_output, to_json, write_json
+from wavegraph.cli.common import Command, emit, integers, json_output, numbers, to_json, write_json
 from wavegraph.cli.engine import Bars, import_engine, model_path
 from wavegraph.config import EngineConfig
 from wavegraph.workload import find_workload
@@ -16,7 +16,7 @@ from wavegraph.workload import find_workload
 if TYPE_CHECKING:
     from wavegraph.bench.shape import Shape
 
-_SIZES = {"hidden": 1024, "layers": 8, "heads": 8, "head_dim": 128, "inner": 2816, "page_size": 16}
+_SIZES = {"hidden": 1024, "layers": 8, "heads": 8, "head_dim": 128, "inner": 2816, "vocab": 4096, "page_size": 16}
 
 
 @click.group("bench")
@@ -41,6 +41,28 @@ def _common_options(repeats: int) -> Callable[[Command], Command]:
         )
 
     return add
+
+
+@bench_command.command("step")
+@click.option("--spans", type=integers, default="16,64", show_default=True, help="Spans of a step, one row each.")
+@click.option("--waiting", type=integers, default="0,1000", show_default=True, help="Requests in the queue.")
+@click.option("--steps", default=400, type=click.IntRange(1), show_default=True, help="Steps of each, twice.")
+@click.option("--async/--no-async", "asynchronous", default=True, show_default=True, help="Plan a step ahead.")
+@json_output
+def step_command(spans: list[int], waiting: list[int], steps: int, asynchronous: bool, json_path: Path | None) -> None:
+    """Host time of a step, by spans and by waiting requests: programs are recorded as no-ops."""
+    import_engine()
+    from wavegraph.bench.step import PARTS, bench_step
+
+    result = bench_step(spans, waiting, steps, asynchronous)
+    names = ("step_wall", "step_cpu", *PARTS)
+    lines = [
+        (str(row["spans"]), str(row["waiting"]), *(_times(row[f"{name}_us"], 0) for name in names))
+        for row in result["steps"]
+    ]
+    columns = ("spans", "waiting", "wall us", "CPU us", *PARTS)
+    _show("microseconds of a step; CPU time of the engine's thread, except wall", columns, lines)
+    _end(result, json_path)
 
 
 @bench_command.command("replay")
@@ -99,40 +121,160 @@ def attention_command(
     _end(result, json_path)
 
 
+def _engine_options(command: Command) -> Command:
+    """How whole engines are run."""
+    for declaration, default, text in (
+        ("--depths", 4, "Loops of the model."),
+        ("--max-batched-tokens", 1024, "Most rows of a step."),
+    ):
+        command = click.option(declaration, default=default, type=click.IntRange(1), show_default=True, help=text)(
+            command
+        )
+    return command
+
+
 @bench_command.command("prefill")
-@click.option("--requests", type=integers, default="1,4", show_default=True, help="Requests that arrive together.")
-@click.option("--prompt-len", default=512, type=click.IntRange(1), show_default=True, help="Tokens of each prompt.")
-@click.option("--chunk", default=16, type=click.IntRange(1), show_default=True, help="prefill_chunk_size.")
-@click.option("--depths", default=4, type=click.IntRange(1), show_default=True, help="Loops of the model.")
+@click.option(
+    "--workload",
+    "workloads",
+    default="1x512,4x512",
+    show_default=True,
+    metavar="NAME|FILE,…",
+    help="Prompts that arrive at once; rfc, mixed-32 and mixed-128 are the RFC's.",
+)
+@click.option("--chunks", default="128,64,32,16,8", show_default=True, metavar="ROWS|auto,…", help="Chunk sizes.")
+@click.option(
+    "--max-num-seqs", default=256, type=click.IntRange(1), show_default=True, help="Most requests running at once."
+)
+@click.option("--scale", default=1.0, show_default=True, help="Prompts so many times as long.")
+@_engine_options
 @_shape_options
 @_common_options(5)
 def prefill_command(
-    requests: list[int],
-    prompt_len: int,
+    workloads: str,
+    chunks: str,
+    scale: float,
     depths: int,
+    max_batched_tokens: int,
+    max_num_seqs: int,
     repeats: int,
     backend: str,
     json_path: Path | None,
     **sizes: Any,
 ) -> None:
-    """First tokens of whole prompts through the engine: ordinary against wavefront prefill."""
+    """First tokens of whole prompts through the engine, by chunk size: ordinary against wavefront prefill."""
     import_engine()
     from wavegraph.bench.prefill import bench_prefill
 
-    result = bench_prefill(_shape(sizes), requests, prompt_len, depths, repeats, backend)
+    with Bars().show("Running") as progress:
+        result = bench_prefill(
+            _shape(sizes),
+            [find_workload(name).scaled(scale) for name in workloads.split(",")],
+            [_chunk(each) for each in chunks.split(",")],
+            depths=depths,
+            budget=max_batched_tokens,
+            seqs=max_num_seqs,
+            repeats=repeats,
+            backend=backend,
+            progress=progress,
+        )
+    for table in result["workloads"]:
+        lines = [
+            (
+                str(row["chunk"]),
+                "wavefront" if row["wavefront"] else "ordinary",
+                _times(row["ms"], 1),
+                f"{row['prompt_tokens_per_s']:.1f} ({row['of_best']:.0%})",
+                f"{row['over_ordinary']:.2f}",
+                str(row["steps"]),
+                f"{row['rows_per_step']:.2f}",
+                f"{row['padding']:.1%}",
+                f"{row['predicted_ms']:.1f} ({row['error']:+.0%})",
+            )
+            for row in table["variants"]
+        ]
+        title = f"{table['workload']}: {table['requests']} requests, {table['prompt_tokens']} prompt tokens; "
+        title += f"{result['backend']} ({result['isa']}), {result['threads']} threads"
+        columns = (
+            "chunk",
+            "prefill",
+            "ms",
+            "tokens/s (of best)",
+            "ratio",
+            "steps",
+            "rows a step",
+            "padding",
+            "simulated",
+        )
+        _show(title, columns, lines)
+    _end(result, json_path)
+
+
+@bench_command.command("decode")
+@click.option("--requests", default=8, type=click.IntRange(1), show_default=True, help="Requests that decode.")
+@click.option("--tokens", default=64, type=click.IntRange(2), show_default=True, help="Tokens that each decodes.")
+@click.option("--prompts", default=1, type=click.IntRange(1), show_default=True, help="Prompts that run beside them.")
+@click.option("--prompt-len", default=512, type=click.IntRange(1), show_default=True, help="Tokens of each prompt.")
+@click.option("--chunk", default="16", metavar="ROWS|auto", show_default=True, help="prefill_chunk_size.")
+@click.option("--thresholds", default="1,0.8,0.6,0.4", show_default=True, type=numbers, help="Of the gate.")
+@_engine_options
+@_shape_options
+@_common_options(3)
+def decode_command(
+    requests: int,
+    tokens: int,
+    prompts: int,
+    prompt_len: int,
+    chunk: str,
+    thresholds: tuple[float, ...],
+    depths: int,
+    max_batched_tokens: int,
+    repeats: int,
+    backend: str,
+    json_path: Path | None,
+    **sizes: Any,
+) -> None:
+    """Gaps between tokens, with and without prompts beside; steps and tokens a second where tokens leave early."""
+    import_engine()
+    from wavegraph.bench.decode import Decode, bench_decode
+
+    work = Decode(requests=requests, tokens=tokens, prompts=prompts, prompt_len=prompt_len, thresholds=thresholds)
+    with Bars().show("Running") as progress:
+        result = bench_decode(
+            _shape(sizes),
+            work,
+            _chunk(chunk),
+            depths=depths,
+            budget=max_batched_tokens,
+            repeats=repeats,
+            backend=backend,
+            progress=progress,
+        )
     lines = [
         (
-            str(row["requests"]),
-            _times(row["ordinary_ms"]),
-            _times(row["wavefront_ms"]),
-            f"{row['ratio']:.2f}",
-            f"{row['ordinary_rows']:.1f}",
-            f"{row['wavefront_rows']:.1f}",
+            row["beside"],
+            ", ".join(f"{value:.1f}" for value in row["itl_ms"].values()),
+            _times(row["output_tokens_per_s"], 1),
+            _times(row["prompt_tokens_per_s"], 1),
         )
-        for row in result["requests"]
+        for row in result["loads"]
     ]
-    columns = ("requests", "ordinary ms", "wavefront ms", "ratio", "rows a step", "wavefront rows")
-    _show(f"{result['backend']} ({result['isa']}), {result['threads']} threads", columns, lines)
+    title = f"{requests} requests decode {tokens} tokens, beside {prompts} prompts of {prompt_len} at a time; "
+    columns = ("prompts", "gap between tokens ms: p50, p90, p99", "output tokens/s", "prompt tokens/s")
+    alone = result["alone"]
+    title += f"alone {_times(alone['ms'], 0)} ms, simulated {alone['predicted_ms']:.0f} ({alone['error']:+.0%}); "
+    _show(title + f"{result['backend']} ({result['isa']}), {result['threads']} threads", columns, lines)
+    exits = [
+        (
+            f"{row['threshold']:g}",
+            row["exit_kv"],
+            f"{row['loops_per_token']:.2f}",
+            f"{row['steps_per_token']:.2f}",
+            _times(row["output_tokens_per_s"], 1),
+        )
+        for row in result["exits"]
+    ]
+    _show("early exit", ("threshold", "exit_kv", "loops a token", "steps a token", "output tokens/s"), exits)
     _end(result, json_path)
 
 
@@ -153,6 +295,21 @@ def start_command(model: str, dtype: str, repeats: int, json_path: Path | None) 
     ]
     _show(f"{model}, {result['threads']} threads", ("start", "first token ms", "compiler runs", "operators"), lines)
     _end(result, json_path)
+
+
+@bench_command.command("report")
+@click.argument("files", nargs=-1, required=True, type=Path)
+@click.option("--html", "page", required=True, type=Path, metavar="FILE", help="Where the page goes.")
+def report_command(files: tuple[Path, ...], page: Path) -> None:
+    """One page of HTML from results in FILES, which --json wrote."""
+    from wavegraph.bench.report import read_result, write_report
+
+    write_report([read_result(file) for file in files], page)
+
+
+def _chunk(text: str) -> int | str:
+    """A chunk size, which `EngineConfig` judges."""
+    return int(text) if text.isdecimal() else text
 
 
 @bench_command.command("ladder")
@@ -228,7 +385,7 @@ def _show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) ->
     table = Table(*columns, title=title)
     for line in lines:
         table.add_row(*line)
-    console = Console(width=110)
+    console = Console(width=130)
     with console.capture() as captured:
         console.print(table)
     emit(captured.get(), newline=False)

@@ -58,6 +58,14 @@ def integers(text: str) -> list[int]:
         raise click.BadParameter(f"{text!r} is not a comma-separated list of integers.") from None
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """An option's value such as ``1,0.5``. Raises `click.BadParameter`."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a comma-separated list of numbers.") from None
+
+
 def json_output(command: Command) -> Command:
     """Add ``--json FILE`` (``-`` for stdout) as the argument ``json_path: Path | None``.
 
