@@ -11,9 +11,11 @@ from typing import NoReturn
 
 import numpy as np
 
+from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import EngineError
 from wavegraph.scheduler.config import SchedulerConfig
+from wavegraph.scheduler.packing import AUTO_TURN, PATIENCE
 from wavegraph.scheduler.plan import (
     CodaAction,
     ExecutionTask,
@@ -79,9 +81,15 @@ class Checker:
     """Feed it `add`, `check` (each plan, in order), `complete`, `accept`, `end`; raises `IllegalPlanError`."""
 
     def __init__(
-        self, config: SchedulerConfig, ladder: Ladder | None = None, coda_ladder: Ladder | None = None
+        self,
+        config: SchedulerConfig,
+        ladder: Ladder | None = None,
+        coda_ladder: Ladder | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         self._config = config
+        self._cost = cost
+        self._without_prompt = 0  # steps in a row that ran no prompt row
         self._ladder = ladder
         self._coda_ladder = coda_ladder
         self._live: dict[str, _Record] = {}
@@ -177,6 +185,7 @@ class Checker:
         for key, tasks in self._by_request_and_depth(plan).items():
             self._check_dependencies(key, tasks)
         self._check_disjoint(plan)
+        self._check_target(plan)
         if not self._config.wavefront:
             self._check_atomic(plan)
         elif not self._config.fused and len({task.kind for task in plan.tasks}) > 1:
@@ -309,7 +318,8 @@ class Checker:
         start, end = task.token_start, task.token_end
         if not 0 <= task.depth < self._config.depths or task.token_count < 1 or start < 0:
             self._fail("depth or token range out of range", task)
-        if end > record.known or task.token_count > self._config.prefill_chunk_size:
+        chunk = self._config.prefill_chunk_size
+        if end > record.known or (chunk is not None and task.token_count > chunk):
             self._fail(f"passes the {record.known} known tokens or the chunk size", task)
         prompt = end <= record.prefill_end
         if (task.kind is Kind.PROMPT) != prompt or (task.phase is Phase.COMPOSITE_DEPTH0) != (task.depth == 0):
@@ -375,6 +385,29 @@ class Checker:
             if positions & seen[task.request_id]:
                 self._fail("a position runs twice in one step", task)
             seen[task.request_id] |= positions
+
+    def _check_target(self, plan: StepPlan) -> None:
+        """While decodes are live, prompt rows may not take a step's predicted seconds past the target, with exceptions.
+
+        A step without decode rows runs a turn of prompt rows at least, and so does one after `PATIENCE` without any. An
+        atomic plan is bounded at its first depth.
+        """
+        target, chunk = self._config.target_step_seconds, self._config.prefill_chunk_size
+        rows = {kind: sum(t.token_count for t in plan.tasks if t.kind is kind) for kind in Kind}
+        waited = self._without_prompt
+        if plan.rows:
+            self._without_prompt = 0 if rows[Kind.PROMPT] else waited + 1
+        live = any(r.slot is not None and r.prefill_end < r.known < r.total_limit for r in self._live.values())
+        follows = not self._config.wavefront and any(task.depth for task in plan.tasks)
+        if target is None or not live or not rows[Kind.PROMPT] or follows:
+            return
+        assert self._cost is not None
+        positions = sum(p + 1 for t in plan.tasks for p in range(t.token_start, t.token_end))
+        seconds = self._cost.step_seconds(plan.bucket, positions, plan.coda_bucket)
+        if seconds <= target * (1 + 1e-9):
+            return
+        if rows[Kind.PROMPT] > (chunk or AUTO_TURN) or (rows[Kind.DECODE] and waited < PATIENCE):
+            self._fail(f"takes {seconds:.4g} s by prediction, past the target of {target:.4g} s", plan)
 
     def _check_atomic(self, plan: StepPlan) -> None:
         """Ordinary prefill: one kind and depth a step; depths of a cohort back to back, members only leave."""

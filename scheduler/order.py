@@ -1,80 +1,13 @@
 """In which order ready rows are taken. An order holds lanes that have a ready row, each at most once."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from wavegraph.scheduler.lanes import Allow, LaneQueue, Taken, ready_rows
+from wavegraph.scheduler.packing import PATIENCE, Packer
 from wavegraph.scheduler.plan import Kind
 from wavegraph.scheduler.request import Lane, Request
-
-Taken = list[tuple[Lane, int]]
-"""Lanes of a step and their row counts."""
-
-Allow = Callable[[Lane, int, Taken], int]
-"""Asks for how many of ``count`` rows of a depth-0 lane the KV pool has room; it may make room, but not at the cost of
-requests that the step has taken. Deeper rows have their pages."""
-
-
-class LaneQueue:
-    """Ready lanes of one kind, first come, first served.
-
-    A lane is queued when a finished predecessor makes a row of it ready. When the budget cuts a lane's turn
-    short, it keeps its place at the head for the rest of that turn. A turn is at most ``chunk`` rows and each
-    lane is queued once, so a lane waits for at most ``ceil(lanes * chunk / budget)`` steps that serve its queue.
-    ``waited`` counts the steps in a row that found the queue ready and took nothing from it.
-    """
-
-    __slots__ = ("_lanes", "waited")
-
-    def __init__(self) -> None:
-        self._lanes: deque[tuple[int, Lane]] = deque()
-        self.waited = 0
-
-    def push(self, lane: Lane, arrival: int) -> None:
-        """Queue a lane at the tail."""
-        lane.queued = True
-        self._lanes.append((arrival, lane))
-
-    @property
-    def oldest(self) -> int | None:
-        """Arrival number of the head, None if nothing is ready; drops entries that outlived their request."""
-        lanes = self._lanes
-        while lanes and lanes[0][1].stale:
-            lanes.popleft()
-        return lanes[0][0] if lanes else None
-
-    def take(self, budget: int, chunk: int, allow: Allow, taken: Taken) -> int:
-        """Move turns from the head to ``taken`` until the budget is full; returns what is left of it.
-
-        Lanes for which there is no room keep their place.
-        """
-        lanes, kept = self._lanes, []
-        while lanes and budget:
-            entry = lanes.popleft()
-            lane = entry[1]
-            if lane.stale:
-                continue
-            wanted = min(lane.turn or chunk, _ready_rows(lane))
-            count = min(wanted, budget)
-            if not lane.depth:
-                count = allow(lane, count, taken)
-            if count:
-                budget -= count
-                taken.append((lane, count))
-                lane.turn = wanted - count
-            if count < wanted:
-                kept.append(entry)
-            else:
-                lane.queued = False
-        lanes.extendleft(reversed(kept))
-        return budget
-
-
-def _ready_rows(lane: Lane) -> int:
-    """Rows that may go into one span, which never joins prompt and decoded positions."""
-    start, end, prompt = lane.next, lane.limit, lane.request.prefill_end
-    return (prompt if start < prompt < end else end) - start
 
 
 class StagePolicy(Protocol):
@@ -130,19 +63,31 @@ class Order(Protocol):
         """A request came to the device, new or in mid-life: queue what is ready."""
         ...
 
-    def take(self, budget: int, chunk: int, allow: Allow) -> Taken:
-        """Lanes and row counts of the next step: at most ``budget`` rows, at most ``chunk`` of one lane."""
+    def take(self, allow: Allow) -> Taken:
+        """Lanes and row counts of the next step."""
+        ...
+
+    @property
+    def chose(self) -> bool:
+        """Whether the last step was chosen from all that was ready, and not the next depth of a cohort."""
+        ...
+
+    @property
+    def others_ready(self) -> bool:
+        """Whether rows are ready of a kind that the last step could not hold."""
         ...
 
 
 class _Queues:
     """The two queues and the choice between them, shared by both orders."""
 
-    def __init__(self, policy: StagePolicy) -> None:
+    def __init__(self, policy: StagePolicy, packer: Packer) -> None:
         self._policy = policy
+        self._packer = packer
         self._prompts = LaneQueue()
         self._decodes = LaneQueue()
         self._arrivals = 0
+        self._passed: LaneQueue | None = None  # served last time, and then left out to fill a bucket
 
     def offer(self, lane: Lane) -> None:
         """Queue a lane that is not queued, if it has ready rows and its request is here and still wants them."""
@@ -150,28 +95,72 @@ class _Queues:
         if lane.queued or lane.next >= lane.limit or request.slot < 0 or request.known >= request.total_limit:
             return
         self._arrivals += 1
-        queue = self._prompts if lane.next < request.prefill_end else self._decodes
-        queue.push(lane, self._arrivals)
+        self._queue_of(lane).push(lane, self._arrivals)
 
-    def take(self, budget: int, chunk: int, allow: Allow, fused: bool) -> Taken:
-        prompts, decodes = self._prompts, self._decodes
+    def take(self, allow: Allow, fused: bool) -> Taken:
+        packer, prompts, decodes = self._packer, self._prompts, self._decodes
         ready = [queue for queue in (prompts, decodes) if queue.oldest is not None]
-        if len(ready) == 2 and self._policy.first(prompts, decodes) is Kind.DECODE:
+        due = prompts.waited >= PATIENCE
+        paced = fused and packer.pace is not None and packer.pace.active
+        if len(ready) == 2 and self._decodes_first(fused, paced):
             ready.reverse()
         taken: Taken = []
+        budget = packer.budget
+        reserved = min(packer.turn, budget) if paced and due and len(ready) == 2 else 0
         for queue in ready:
-            before = len(taken)
-            if budget and (fused or not taken):
-                budget = queue.take(budget, chunk, allow, taken)
-            queue.waited = 0 if len(taken) > before else queue.waited + 1
+            held = reserved if queue is decodes else 0
+            if budget > held and (fused or not taken):
+                budget = held + queue.take(budget - held, packer.turn, allow, taken)
+        served = self._served(taken)
+        if not taken:
+            return taken
+        self._fit(taken, packer.budget - budget, due, allow)
+        ran = self._served(taken)
+        self._passed = next((queue for queue in served if queue not in ran), None)
+        for queue in ready:
+            queue.waited = 0 if queue in ran else queue.waited + 1
         return taken
+
+    def _decodes_first(self, fused: bool, paced: bool) -> bool:
+        if paced:
+            return True
+        if fused and self._passed is not None:
+            return self._passed is self._decodes
+        return self._policy.first(self._prompts, self._decodes) is Kind.DECODE
+
+    def _fit(self, taken: Taken, rows: int, due: bool, allow: Allow) -> None:
+        """Let spans grow, or put rows back, to the number of rows that the packer asks for."""
+        more = rows == self._packer.budget and self.any_ready
+        wanted = self._packer.rows(taken, rows, more, due)
+        if wanted > rows:
+            self._packer.grow(taken, wanted - rows, allow)
+        while rows > wanted:
+            lane, count = taken.pop()
+            cut = min(count, rows - wanted)
+            self._queue_of(lane).put_back(lane, cut)
+            if count > cut:
+                taken.append((lane, count - cut))
+            rows -= cut
+
+    @property
+    def any_ready(self) -> bool:
+        return self._prompts.oldest is not None or self._decodes.oldest is not None
+
+    def _queue_of(self, lane: Lane) -> LaneQueue:
+        return self._prompts if lane.next < lane.request.prefill_end else self._decodes
+
+    def _served(self, taken: Taken) -> list[LaneQueue]:
+        """Queues that rows were taken of, which is one after the other."""
+        return [self._queue_of(lane) for lane, _ in taken[:1] + taken[-1:]]
 
 
 class WavefrontOrder:
     """Rows of any depth in a step. ``fused`` steps hold prompt and decode rows, others one kind (RFC)."""
 
-    def __init__(self, policy: StagePolicy, fused: bool) -> None:
-        self._queues = _Queues(policy)
+    chose = True
+
+    def __init__(self, policy: StagePolicy, fused: bool, packer: Packer) -> None:
+        self._queues = _Queues(policy, packer)
         self._fused = fused
         self.ready = self._queues.offer
 
@@ -180,9 +169,14 @@ class WavefrontOrder:
         for lane in request.lanes:
             self.ready(lane)
 
-    def take(self, budget: int, chunk: int, allow: Allow) -> Taken:
+    def take(self, allow: Allow) -> Taken:
         """Serve the kind that goes first, then, in a fused step, the other with what is left of the budget."""
-        return self._queues.take(budget, chunk, allow, self._fused)
+        return self._queues.take(allow, self._fused)
+
+    @property
+    def others_ready(self) -> bool:
+        """Rows of the other kind, if steps hold one."""
+        return not self._fused and self._queues.any_ready
 
 
 class OrdinaryOrder:
@@ -194,8 +188,10 @@ class OrdinaryOrder:
     middle of a wavefront (swapped in, imported) first catch up, one depth of one request at a time.
     """
 
-    def __init__(self, policy: StagePolicy, depths: int) -> None:
-        self._queues = _Queues(policy)
+    def __init__(self, policy: StagePolicy, depths: int, packer: Packer) -> None:
+        self._queues = _Queues(policy, packer)
+        self._packer = packer
+        self.chose = True
         self._depths = depths
         self._cohort: list[tuple[Lane, int, int]] = []
         self._depth = depths - 1
@@ -213,8 +209,14 @@ class OrdinaryOrder:
         else:
             self.ready(request.lanes[0])
 
-    def take(self, budget: int, chunk: int, allow: Allow) -> Taken:
+    @property
+    def others_ready(self) -> bool:
+        """Rows of the other kind: a cohort is of one."""
+        return self._queues.any_ready
+
+    def take(self, allow: Allow) -> Taken:
         """The running cohort's next depth, without members that left; else depth 0 of a new cohort."""
+        self.chose = False
         while self._depth + 1 < self._depths:
             depth = self._depth + 1
             # A member that left by copying its KV has moved its deeper lanes on without running them.
@@ -224,22 +226,23 @@ class OrdinaryOrder:
             self._depth = depth
             if members:
                 return [(lane.request.lanes[depth], count) for lane, _, count in members]
-        lagging = self._catch_up(min(budget, chunk))
+        self.chose = True
+        lagging = self._catch_up()
         if lagging or self._behind:
             return lagging
-        starts = self._queues.take(budget, chunk, allow, fused=False)
+        starts = self._queues.take(allow, fused=False)
         self._cohort = [(lane, lane.next, count) for lane, count in starts]
         self._depth = 0 if starts else self._depths - 1
         return starts
 
-    def _catch_up(self, rows: int) -> Taken:
+    def _catch_up(self) -> Taken:
         while self._behind:
             request = self._behind[0]
             if request.slot >= 0 and request.held_depth >= 0:
                 return []  # its gate's decision may send it on
             lane = _lagging_lane(request)
             if lane is not None:
-                return [(lane, min(rows, _ready_rows(lane)))]
+                return [(lane, min(self._packer.longest_span, ready_rows(lane)))]
             self._behind.popleft()
             self.ready(request.lanes[0])
         return []

@@ -5,7 +5,7 @@ Once handed out, a plan is never changed except for the ``state`` of its tasks, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 
 class Kind(IntEnum):
@@ -39,6 +39,32 @@ class ExitPolicy(IntEnum):
 
     FULL_DEPTH = 0
     DECODE_DEPTH = 1
+
+
+class PaddingReason(StrEnum):
+    """Why a step's bucket was larger than its rows. The first that holds, in this order."""
+
+    NONE = ""
+    COHORT = "cohort"
+    """Members left an atomic plan before its last depth."""
+    TARGET = "latency target"
+    """Rows were ready, but the target for a step's seconds kept them out."""
+    PAGES = "page room"
+    """Rows were ready, but the pool had no page for them."""
+    BUDGET = "row budget"
+    """The step is full: ``max_num_batched_tokens`` is less than the bucket."""
+    KIND = "other kind"
+    """Rows were ready of a kind, prompt or decode, that the step could not hold."""
+    CHUNK = "chunk size"
+    """Rows were ready beyond ``prefill_chunk_size``."""
+    SMALLEST = "smallest bucket"
+    """All that was ready was less than the smallest bucket."""
+    FIFO = "fifo"
+    """Packing is ``fifo``: it runs all that is ready, whatever the bucket."""
+    DRAIN = "drain"
+    """All that was ready ran, since little follows: the least seconds for the rest."""
+    RATE = "rate"
+    """All that was ready ran, with more live rows a second than in a filled bucket."""
 
 
 COPY_KV = 1 << 30
@@ -114,8 +140,8 @@ class StepPlan:
 
     ``tasks`` are the core spans in row order; ``coda_tasks`` one task per coda row. The parallel integer lists
     are the same step as the device sees it (`capture.metadata.StepInputs`). ``bucket`` is the recorded row
-    count that runs it, ``bucket - rows`` its padding; ``coda_bucket`` is 0 when no coda row is due. Either part
-    may be empty, not both.
+    count that runs it, ``bucket - rows`` its padding, and ``padding_reason`` says why there is some; ``coda_bucket``
+    is 0 when no coda row is due. Either part may be empty, not both.
 
     ``swap_out`` and ``swap_in`` move whole requests between pool and host before the step's updates, in this
     order: (key, pages); ``swap_drop`` names keys whose copy on the host is no longer wanted. A key is a
@@ -130,6 +156,7 @@ class StepPlan:
     coda_tasks: list[ExecutionTask] = field(default_factory=list)
     rows: int = 0
     bucket: int = 0
+    padding_reason: PaddingReason = PaddingReason.NONE
     coda_bucket: int = 0
     span_slot: list[int] = field(default_factory=list)
     span_start: list[int] = field(default_factory=list)

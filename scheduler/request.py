@@ -35,11 +35,11 @@ class Lane:
     ``next`` is the submitted frontier of this depth. ``limit`` is the frontier of the depth before it (for
     depth 0 the number of known tokens) as of the last step boundary: rows whose hidden state a submitted step
     leaves. It moves only between steps, so no position can run at two depths in one step. ``turn`` is what a
-    step's budget cut off this lane's last turn, 0 if nothing. ``stale`` marks a queue entry that outlives its
-    request's stay on the device.
+    step cut off this lane's last turn, 0 if nothing. ``arrival`` is its place in the queue, if ``queued``. ``stale``
+    marks a queue entry that outlives its request's stay on the device.
     """
 
-    __slots__ = ("depth", "limit", "next", "queued", "request", "stale", "turn")
+    __slots__ = ("arrival", "depth", "limit", "next", "queued", "request", "stale", "turn")
 
     def __init__(self, request: "Request", depth: int, start: int, limit: int) -> None:
         self.request = request
@@ -47,6 +47,7 @@ class Lane:
         self.next = start
         self.limit = limit
         self.turn = 0
+        self.arrival = 0
         self.queued = False
         self.stale = False
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from wavegraph.scheduler.admission import WaitingQueue
 from wavegraph.scheduler.config import SchedulerConfig
-from wavegraph.scheduler.order import Taken
+from wavegraph.scheduler.lanes import Taken
 from wavegraph.scheduler.pages import PagePool, PrefixKey, prefix_key
 from wavegraph.scheduler.plan import StepPlan
 from wavegraph.scheduler.request import Request

@@ -9,14 +9,18 @@ earlier one that has not finished. `apply` moves the completed frontier and is t
 ends of requests and `num_prefilled_tokens` change.
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from wavegraph.buckets.assembly import Assembly
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import EngineError, RequestError
 from wavegraph.scheduler.config import SchedulerConfig
-from wavegraph.scheduler.order import Order, OrdinaryOrder, Taken, WavefrontOrder
+from wavegraph.scheduler.lanes import Taken, ready_rows
+from wavegraph.scheduler.order import Order, OrdinaryOrder, WavefrontOrder
+from wavegraph.scheduler.packing import Pace, Packer
 from wavegraph.scheduler.plan import (
     COPY_KV,
     CodaAction,
@@ -24,6 +28,7 @@ from wavegraph.scheduler.plan import (
     ExitPolicy,
     ExitRule,
     Kind,
+    PaddingReason,
     Phase,
     RequestSpec,
     RequestUpdate,
@@ -44,12 +49,14 @@ SAMPLE, GATE, SCORE, REPLAY = CodaAction.SAMPLE, CodaAction.GATE, CodaAction.SCO
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Totals since the start. ``rows`` counts live rows of core replays, ``padding_rows`` the rest."""
+    """Totals since the start. ``rows`` counts live rows of core replays, ``padding_rows`` the rest; ``padding_reasons``
+    says how many of these there were for which `PaddingReason`."""
 
     steps: int = 0
     core_steps: int = 0
     rows: int = 0
     padding_rows: int = 0
+    padding_reasons: Counter[str] = field(default_factory=Counter)
     spans: int = 0
     prompt_rows: int = 0
     coda_steps: int = 0
@@ -77,17 +84,33 @@ class Scheduler:
         self._ladder = ladder
         self._coda_ladder = coda_ladder
         self._residency = Residency(config)
+        self._packer = self._make_packer()
         self._order: Order = (
-            WavefrontOrder(config.stage_policy, config.fused)
+            WavefrontOrder(config.stage_policy, config.fused, self._packer)
             if config.wavefront
-            else OrdinaryOrder(config.stage_policy, config.depths)
+            else OrdinaryOrder(config.stage_policy, config.depths, self._packer)
         )
+        self._short_of_pages = False
+        self._last_padding = PaddingReason.NONE, 0
         self._draft = StepPlan(step_id=0)
         self._coda_due: list[tuple[Request, int, int]] = []
         self._scoring: list[tuple[Request, int]] = []
         self._max_coda_rows = config.max_coda_rows or config.max_num_seqs
         self._arrivals = 0
         self._tasks = 0
+
+    def _make_packer(self) -> Packer:
+        config, pace = self.config, None
+        budget, target = config.max_num_batched_tokens, config.target_step_seconds
+        if target is not None:
+            coda_ladder = self._coda_ladder
+            if coda_ladder is None:
+                coda_ladder = Ladder(range(1, 1 + (config.max_coda_rows or config.max_num_seqs)))
+            pace = Pace(target, budget, self._ladder, coda_ladder, self.cost)
+        self._assembly = None
+        if config.packing == "fill" and self._ladder is not None:
+            self._assembly = Assembly(self._ladder, self.cost, budget)
+        return Packer(budget, config.prefill_chunk_size, self._assembly, pace, atomic=not config.wavefront)
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -231,18 +254,21 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing is ready. Calls may run ahead of `apply`."""
-        plan, config = self._draft, self.config
+        plan = self._draft
         for request in self._residency.admit(plan):
             self._resume(request)
-        lanes = self._order.take(config.max_num_batched_tokens, config.prefill_chunk_size, self._allow)
-        self._add_spans(plan, lanes)
-        for lane, _ in lanes:
-            self._advance(lane)
+        if self._packer.pace is not None:
+            self._set_pace(self._packer.pace)
+        self._short_of_pages = False
+        lanes = self._order.take(self._allow)
+        if lanes:
+            self._choose_bucket(plan, lanes)
+            self._add_spans(plan, lanes)
+            for lane, _ in lanes:
+                self._advance(lane)
         self._add_codas(plan)
         if not plan.rows and not plan.coda_slot:
             return None
-        if plan.rows:
-            plan.bucket = self._ladder.bucket(plan.rows) if self._ladder else plan.rows
         coda_rows = len(plan.coda_slot)
         if coda_rows:
             plan.coda_bucket = self._coda_ladder.bucket(coda_rows) if self._coda_ladder else coda_rows
@@ -283,7 +309,50 @@ class Scheduler:
     def _allow(self, lane: Lane, count: int, taken: Taken) -> int:
         """For how many rows of a depth-0 lane the pool has pages."""
         start = lane.next
-        return self._residency.room(self._draft, lane.request, start + count, taken) - start
+        room = self._residency.room(self._draft, lane.request, start + count, taken) - start
+        self._short_of_pages |= room < count
+        return room
+
+    def _set_pace(self, pace: Pace) -> None:
+        """Tell the target whether decodes are live, and the coda rows that earlier steps have left to this one."""
+        running = self._residency.running.values()
+        pace.active = any(request.prefill_end < request.known < request.total_limit for request in running)
+        pace.codas = self._max_coda_rows if self._scoring else len(self._coda_due)
+
+    def _choose_bucket(self, plan: StepPlan, lanes: Taken) -> None:
+        plan.rows = rows = sum(count for _, count in lanes)
+        if self._ladder is None:
+            plan.bucket = rows
+            return
+        plan.bucket = self._assembly.bucket(rows) if self._assembly is not None else self._ladder.bucket(rows)
+        if plan.bucket > rows:
+            plan.padding_reason = self._why(lanes, rows, self._ladder)
+
+    def _why(self, lanes: Taken, rows: int, ladder: Ladder) -> PaddingReason:
+        """Why a step's bucket is larger than its rows. The depths of a cohort have the reason of its first."""
+        if not self._order.chose:
+            reason, before = self._last_padding
+            return reason if rows == before else PaddingReason.COHORT
+        reason = self._reason(lanes, rows, ladder)
+        self._last_padding = reason, rows
+        return reason
+
+    def _reason(self, lanes: Taken, rows: int, ladder: Ladder) -> PaddingReason:
+        if self._packer.paced:
+            return PaddingReason.TARGET
+        if self._short_of_pages:
+            return PaddingReason.PAGES
+        if rows == self._packer.budget:
+            return PaddingReason.BUDGET
+        if self._order.others_ready:
+            return PaddingReason.KIND
+        if any(count < ready_rows(lane) for lane, count in lanes):
+            return PaddingReason.CHUNK
+        if rows < ladder.sizes[0]:
+            return PaddingReason.SMALLEST
+        if self._assembly is None:
+            return PaddingReason.FIFO
+        return PaddingReason.DRAIN if self._packer.following(lanes) < rows else PaddingReason.RATE
 
     def _add_spans(self, plan: StepPlan, lanes: Taken) -> None:
         """Append rows ``next .. next + count`` of each lane to the plan and move the lanes' frontiers.
@@ -328,7 +397,6 @@ class Scheduler:
             starts.append(start)
             counts.append(count)
             depths.append(depth)
-        plan.rows = sum(counts)
         self._tasks = task_id
 
     def _advance(self, lane: Lane) -> None:
@@ -351,7 +419,9 @@ class Scheduler:
         stats.steps += 1
         stats.core_steps += plan.rows > 0
         stats.rows += plan.rows
-        stats.padding_rows += plan.bucket - plan.rows
+        if plan.bucket > plan.rows:
+            stats.padding_rows += plan.bucket - plan.rows
+            stats.padding_reasons[plan.padding_reason] += plan.bucket - plan.rows
         stats.spans += len(plan.tasks)
         stats.prompt_rows += sum(task.token_count for task in plan.tasks if task.kind is PROMPT)
         if plan.coda_bucket:

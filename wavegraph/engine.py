@@ -90,7 +90,7 @@ class Engine:
             asynchronous=run_ahead > 1,
             check=check,
         )
-        self._checker = Checker(sizes.scheduler, sizes.ladder, sizes.coda_ladder) if check else None
+        self._checker = Checker(sizes.scheduler, sizes.ladder, sizes.coda_ladder, cost) if check else None
         self._run_ahead = run_ahead
         self._trace = trace
         self._records: dict[str, Record] = {}

@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+from wavegraph.buckets.cost import CostModel, ProgramCost
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.scheduler.checker import Checker
 from wavegraph.scheduler.config import SchedulerConfig
@@ -33,13 +34,31 @@ def gate_opens(request_id: str, position: int, depth: int) -> bool:
     return (sum(request_id.encode()) * 5 + position * 7 + depth * 11) % 3 == 0
 
 
+def make_cost(
+    fixed: float, per_row: float, per_position: float = 0.0, coda: float | None = None, top: int = 256
+) -> CostModel:
+    """Seconds of a step: ``fixed`` plus ``per_row`` for each row of its bucket, and so on; passes for measured."""
+
+    def program(seconds: tuple[float, float]) -> ProgramCost:
+        return ProgramCost((1, top), seconds, (0.0, 0.0), (0, 0))
+
+    core = program((fixed + per_row, fixed + per_row * top))
+    return CostModel(core, program((coda, coda * top)) if coda is not None else None, per_position, source="test")
+
+
 class Harness:
     """Scheduler, checker, and what each request should put out."""
 
-    def __init__(self, config: SchedulerConfig, ladder: Ladder | None = None, coda_ladder: Ladder | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ladder: Ladder | None = None,
+        coda_ladder: Ladder | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config, ladder, coda_ladder)
-        self.checker = Checker(config, ladder, coda_ladder)
+        self.scheduler = Scheduler(config, ladder, coda_ladder, cost)
+        self.checker = Checker(config, ladder, coda_ladder, cost)
         self.in_flight: deque[StepPlan] = deque()
         self.specs: dict[str, RequestSpec] = {}
         self.outputs: dict[str, list[int]] = {}

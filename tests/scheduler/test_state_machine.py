@@ -13,7 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.scheduler.harness import Harness, make_config, token_at
+from tests.scheduler.harness import Harness, make_config, make_cost, token_at
+from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.scheduler.admission import Fcfs, Priority
 from wavegraph.scheduler.order import DecodeFirst, Fifo, Refill
@@ -27,7 +28,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         depths=st.integers(1, 4),
-        chunk=st.integers(1, 5),
+        chunk=st.none() | st.integers(1, 5),
+        packing=st.sampled_from(["fill", "fill", "fifo"]),
+        step_seconds=st.none() | st.floats(0.0, 16.0),
+        cost=st.sampled_from([make_cost(4, 1), make_cost(0, 1, 0.2, 0.5), make_cost(9, 0), make_cost(1, 1, 0.0, 2)]),
         budget=st.integers(1, 9),
         seqs=st.integers(1, 3),
         pages=st.integers(4, 9),
@@ -40,7 +44,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         with_ladder=st.booleans(),
     )
-    def start(self, mode: str, budget: int, with_ladder: bool, seqs: int, pages: int, **options: Any) -> None:
+    def start(
+        self,
+        mode: str,
+        budget: int,
+        with_ladder: bool,
+        seqs: int,
+        pages: int,
+        step_seconds: float | None,
+        cost: CostModel,
+        **options: Any,
+    ) -> None:
         config = make_config(
             max_num_batched_tokens=budget,
             page_size=3,
@@ -50,10 +64,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             wavefront=mode != "ordinary",
             fused=mode == "fused",
             max_bypass=2,
+            target_step_seconds=step_seconds,
             **{("prefill_chunk_size" if name == "chunk" else name): value for name, value in options.items()},
         )
-        ladders = (Ladder.default(budget), Ladder.default(seqs)) if with_ladder else (None, None)
-        self.harness = Harness(config, *ladders)
+        ladders = (Ladder([2, 5, 9, 10]), Ladder.default(seqs)) if with_ladder else (None, None)
+        self.harness = Harness(config, *ladders, cost)
 
     @rule(
         name=st.sampled_from("abcd"),

@@ -1,0 +1,173 @@
+"""How many rows a step runs: buckets filled exactly, spans that grow, and a target for the seconds of a step."""
+
+from wavegraph.buckets.assembly import Assembly
+from wavegraph.buckets.cost import CostModel
+from wavegraph.buckets.ladder import Ladder
+from wavegraph.errors import ConfigError
+from wavegraph.scheduler.lanes import Allow, Taken, ready_rows
+from wavegraph.scheduler.request import Lane
+
+AUTO_TURN = 16
+"""Rows that each ready lane gets in its turn before any lane's span grows, if no chunk size is given."""
+
+PATIENCE = 8
+"""So many steps in a row may keep prompts out for the sake of the target; the next one runs a turn of theirs."""
+
+
+class Packer:
+    """Sizes steps for an order, from what it took of its queues.
+
+    ``budget`` is the most rows of a step, ``chunk`` the most of one lane; None: a turn is `AUTO_TURN` rows, and spans
+    grow into what is left of the step. With an ``assembly`` a step runs as many rows as predicted seconds ask for,
+    without one all that are ready. ``atomic`` says that deeper rows do not queue but follow their cohort. ``paced``:
+    the target kept rows out of the last step.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        chunk: int | None,
+        assembly: Assembly | None,
+        pace: "Pace | None" = None,
+        *,
+        atomic: bool = False,
+    ) -> None:
+        self.budget = budget
+        self.turn = min(chunk or AUTO_TURN, budget)
+        self.longest_span = chunk or budget
+        self.grows = chunk is None
+        self.pace = pace
+        self.paced = False
+        self._assembly = assembly
+        self._atomic = atomic
+
+    def rows(self, taken: Taken, rows: int, more: bool, due: bool) -> int:
+        """How many rows to run, of ``rows`` taken and those by which spans may grow.
+
+        ``more``: others are ready, but were not taken. ``due``: prompts have waited long enough for the target.
+        """
+        self.paced = False
+        ready = rows
+        if self.grows and rows < self.budget:
+            ready = min(self.budget, sum(_growing(lane, count) for lane, count in taken))
+        floor = 0
+        if self.pace is not None and self.pace.active:
+            limit, floor = self._limits(self.pace, taken, due)
+            self.paced = limit < ready
+            ready = min(ready, limit)
+        if self._assembly is None:
+            return ready
+        chosen = self._assembly.rows(ready, lambda: ready if more or self.paced else self.following(taken))
+        return chosen if chosen > floor else ready
+
+    def following(self, taken: Taken) -> int:
+        """Rows that become ready with a step that runs all that are ready."""
+        total = 0
+        for lane, count in taken:
+            request, ready = lane.request, ready_rows(lane)
+            run = ready if self.grows else count
+            total += min(self.turn, ready - run)
+            if not self._atomic and lane.depth + 1 < len(request.lanes):
+                total += run
+            if request.known + 1 < request.total_limit and self._ends(lane, run):
+                total += 1
+        return total
+
+    def _limits(self, pace: "Pace", taken: Taken, due: bool) -> tuple[int, int]:
+        """The most rows that the target allows, and the decode rows among those taken, which always run."""
+        decodes = positions = codas = longest = prompts = 0
+        for lane, count in taken:
+            most = min(_growing(lane, count), self.budget) if self.grows else count
+            codas += self._ends(lane, most)
+            if lane.next < lane.request.prefill_end:
+                prompts += most
+                longest = max(longest, lane.next + most)
+            else:
+                decodes += count
+                positions += attended(lane.next, count)
+        fitting = pace.prompt_rows(decodes, positions, codas, longest)
+        if due or not decodes:
+            fitting = max(fitting, min(self.turn, prompts))
+        return decodes + fitting, decodes
+
+    def _ends(self, lane: Lane, count: int) -> bool:
+        """Whether ``count`` rows of a lane reach a position whose token may be drawn."""
+        request = lane.request
+        if lane.next + count < request.known:
+            return False
+        first, last = request.exit_window()
+        return self._atomic or first <= lane.depth <= last
+
+    def grow(self, taken: Taken, rows: int, allow: Allow) -> None:
+        """Deal ``rows`` more to spans that have ready rows left: the oldest request first, its lowest depth first."""
+        order = sorted(
+            (index for index, (lane, count) in enumerate(taken) if _growing(lane, count) > count),
+            key=lambda index: (taken[index][0].request.arrival, taken[index][0].depth),
+        )
+        for index in order:
+            lane, count = taken[index]
+            wanted = min(count + rows, ready_rows(lane))
+            if not lane.depth:
+                wanted = max(count, allow(lane, wanted, taken))
+            rows -= wanted - count
+            taken[index] = lane, wanted
+            if not rows:
+                return
+
+
+def _growing(lane: Lane, count: int) -> int:
+    """Rows that a lane's span may have at most. One that got less than its turn, for lack of pages, does not grow."""
+    return count if lane.queued else ready_rows(lane)
+
+
+def attended(start: int, count: int) -> int:
+    """Positions that rows ``start .. start + count - 1`` attend in all: a row attends those before it, and itself."""
+    return count * (2 * start + count + 1) // 2
+
+
+class Pace:
+    """Bounds the prompt rows of a step so that its predicted seconds stay within ``target``, if decode rows allow it.
+
+    It is in force while ``active``, that is, while decodes are live; ``codas`` is how many coda rows a step may have
+    besides those of its own spans. Raises `ConfigError` without measured seconds to go by.
+    """
+
+    def __init__(self, target: float, budget: int, ladder: Ladder | None, coda_ladder: Ladder, cost: CostModel) -> None:
+        require_measured(cost)
+        self.active = False
+        self.codas = 0
+        self._target = target
+        self._coda_ladder = coda_ladder
+        self._cost = cost
+        self._steps: list[tuple[int, float]] = []  # rows, and seconds that no fewer rows exceed
+        slowest = 0.0
+        for size in ladder.sizes if ladder is not None else range(1, budget + 1):
+            slowest = max(slowest, cost.core.replay(size))
+            self._steps.append((min(size, budget), slowest))
+
+    def prompt_rows(self, decodes: int, positions: int, codas: int, longest: int) -> int:
+        """How many prompt rows fit beside ``decodes`` decode rows that attend ``positions``.
+
+        ``codas`` is how many coda rows the spans may want, ``longest`` the most positions that a prompt row attends.
+        """
+        codas = min(codas + self.codas, self._coda_ladder.max)
+        coda_bucket = self._coda_ladder.bucket(codas) if codas else 0
+        room = self._target - self._cost.step_seconds(0, positions, coda_bucket)
+        each = longest * self._cost.seconds_per_position
+        best = 0
+        for rows, seconds in reversed(self._steps):
+            if rows <= decodes + best:
+                break
+            if seconds <= room:
+                fitting = rows - decodes
+                best = max(best, min(fitting, int((room - seconds) / each)) if each else fitting)
+        return best
+
+
+def require_measured(cost: CostModel | None) -> None:
+    """Raises `ConfigError` unless there are measured costs, which a target needs."""
+    if cost is None or not cost.measured:
+        raise ConfigError(
+            "target_itl_ms: needs measured costs of this model on this device to predict a step's seconds; give a "
+            "bundle with a cost model, or `cost` with the file that `wavegraph profile-buckets` wrote, or no target"
+        )

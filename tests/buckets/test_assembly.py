@@ -1,0 +1,137 @@
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wavegraph.buckets.assembly import Assembly
+from wavegraph.buckets.cost import CostModel, ProgramCost
+from wavegraph.buckets.ladder import Ladder
+
+
+def make_cost(sizes: Sequence[int], seconds: Sequence[float]) -> CostModel:
+    zeros = (0,) * len(sizes)
+    return CostModel(ProgramCost(tuple(sizes), tuple(seconds), tuple(map(float, zeros)), zeros), source="test")
+
+
+def linear(fixed: float, per_row: float, top: int = 256) -> CostModel:
+    return make_cost((1, top), (fixed + per_row, fixed + per_row * top))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[dict[int, float], int]:
+    """Seconds by bucket, in any proportion to each other, and a budget."""
+    sizes = sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=6)))
+    costs = {size: float(draw(st.integers(0, 40))) for size in sizes}
+    return costs, draw(st.integers(1, max(sizes)))
+
+
+def best_drain(costs: dict[int, float], budget: int) -> list[float]:
+    """Least seconds for n rows, by trying every step first."""
+
+    @cache
+    def least(rows: int) -> float:
+        if rows <= 0:
+            return 0.0
+        return min(seconds + least(rows - min(size, budget)) for size, seconds in costs.items())
+
+    return [least(rows) for rows in range(2 * budget + 1)]
+
+
+def step_seconds(costs: dict[int, float], rows: int) -> float:
+    return min(seconds for size, seconds in costs.items() if size >= rows)
+
+
+@given(cases())
+def test_a_drain_takes_the_least_seconds_that_any_sequence_of_steps_takes(case: tuple[dict[int, float], int]) -> None:
+    costs, budget = case
+    assembly = Assembly(Ladder(costs), make_cost(list(costs), list(costs.values())), budget)
+    best = best_drain(costs, budget)
+    for ready in range(1, budget + 1):
+        left, seconds = ready, 0.0
+        while left:
+            rows = assembly.rows(left, lambda: 0)
+            assert 1 <= rows <= left
+            seconds += step_seconds(costs, rows)
+            left -= rows
+        assert seconds == best[ready]
+
+
+@given(cases())
+def test_a_steady_stream_runs_the_most_live_rows_a_second(case: tuple[dict[int, float], int]) -> None:
+    costs, budget = case
+    assembly = Assembly(Ladder(costs), make_cost(list(costs), list(costs.values())), budget)
+    for ready in range(1, budget + 1):
+        chosen = assembly.rows(ready, lambda ready=ready: ready)
+        for rows in range(1, ready + 1):
+            assert chosen * step_seconds(costs, rows) >= rows * step_seconds(costs, chosen)
+
+
+@given(cases(), st.data())
+def test_with_few_to_follow_no_choice_is_worse_than_running_all_that_is_ready(
+    case: tuple[dict[int, float], int], data: st.DataObject
+) -> None:
+    costs, budget = case
+    assembly = Assembly(Ladder(costs), make_cost(list(costs), list(costs.values())), budget)
+    best = best_drain(costs, budget)
+    ready = data.draw(st.integers(1, budget))
+    follow = data.draw(st.integers(0, ready - 1))
+    chosen = assembly.rows(ready, lambda: follow)
+    with_it = step_seconds(costs, chosen) + best[ready - chosen + follow]
+    assert with_it <= step_seconds(costs, ready) + best[follow]
+
+
+@given(cases())
+def test_a_step_runs_at_the_cheapest_bucket_that_holds_it(case: tuple[dict[int, float], int]) -> None:
+    costs, budget = case
+    assembly = Assembly(Ladder(costs), make_cost(list(costs), list(costs.values())), budget)
+    for rows in range(1, budget + 1):
+        bucket = assembly.bucket(rows)
+        assert bucket >= rows
+        assert costs[bucket] == step_seconds(costs, rows)
+        assert bucket == min(size for size in costs if size >= rows and costs[size] == costs[bucket])
+
+
+@given(cases(), st.integers(0, 30))
+def test_fewest_is_what_a_step_that_leaves_rows_out_runs_at_least(
+    case: tuple[dict[int, float], int], follow: int
+) -> None:
+    costs, budget = case
+    assembly = Assembly(Ladder(costs), make_cost(list(costs), list(costs.values())), budget)
+    for ready in range(1, budget + 1):
+        chosen = assembly.rows(ready, lambda: follow)
+        assert chosen == ready or chosen >= assembly.fewest
+
+
+@pytest.mark.parametrize(
+    ("cost", "ready", "follow", "rows"),
+    [
+        (linear(9, 0.54), 9, 9, 8),  # 8 rows of a bucket of 8 are cheaper than 9 of one of 12
+        (linear(9, 0.54), 11, 11, 11),  # 11 rows of a bucket of 12 are not
+        (linear(9, 0.54), 33, 0, 33),  # one step of 48, not one of 32 and one of 1
+        (linear(0.1, 0.54), 33, 0, 32),  # unless a step by itself costs next to nothing
+        (linear(9, 0.0), 129, 500, 129),  # a step costs the same at any bucket: take all
+        (linear(9, 0.54), 256, 0, 256),
+    ],
+)
+def test_filling_padding_and_splitting_are_weighed(cost: CostModel, ready: int, follow: int, rows: int) -> None:
+    assert Assembly(Ladder.default(256), cost, 256).rows(ready, lambda: follow) == rows
+
+
+def test_what_follows_is_asked_only_where_it_matters() -> None:
+    assembly = Assembly(Ladder.default(256), CostModel.assumed(256), 256)
+
+    def never() -> int:
+        raise AssertionError
+
+    for size in Ladder.default(256).sizes:
+        assert assembly.rows(size, never) == size
+
+
+def test_rows_of_a_step_grow_with_the_rows_that_are_ready() -> None:
+    assembly = Assembly(Ladder.default(64), linear(9, 0.54), 64)
+    chosen = [assembly.rows(ready, lambda: 1000) for ready in range(1, 65)]
+    assert all(before <= after for before, after in pairwise(chosen))
+    assert chosen[-1] == 64
