@@ -61,16 +61,19 @@ class Packer:
         return chosen if chosen > floor else ready
 
     def following(self, taken: Taken) -> int:
-        """Rows that become ready with a step that runs all that are ready."""
-        total = 0
+        """About how many rows become ready with a step that runs all that are."""
+        total, turn, grows, atomic = 0, self.turn, self.grows, self._atomic
         for lane, count in taken:
-            request, ready = lane.request, ready_rows(lane)
-            run = ready if self.grows else count
-            total += min(self.turn, ready - run)
-            if not self._atomic and lane.depth + 1 < len(request.lanes):
-                total += run
-            if request.known + 1 < request.total_limit and self._ends(lane, run):
-                total += 1
+            request, ready = lane.request, lane.limit - lane.next
+            if ready > count:
+                if grows:
+                    count = ready
+                else:
+                    total += min(turn, ready - count)
+            if not atomic and lane.depth + 1 < len(request.lanes):
+                total += count
+            elif lane.next + count == request.known and request.known + 1 < request.total_limit:
+                total += 1  # its next token
         return total
 
     def _limits(self, pace: "Pace", taken: Taken, due: bool) -> tuple[int, int]:
@@ -99,10 +102,14 @@ class Packer:
         return self._atomic or first <= lane.depth <= last
 
     def grow(self, taken: Taken, rows: int, allow: Allow) -> None:
-        """Deal ``rows`` more to spans that have ready rows left: the oldest request first, its lowest depth first."""
+        """Deal ``rows`` more to spans that have ready rows left: the lowest depth first, then the oldest request.
+
+        Of unit tasks in chains, those with the most to come after them go first: that ends soonest (Hu 1961). It leaves
+        later steps the most ready rows, so that they are full to the end.
+        """
         order = sorted(
             (index for index, (lane, count) in enumerate(taken) if _growing(lane, count) > count),
-            key=lambda index: (taken[index][0].request.arrival, taken[index][0].depth),
+            key=lambda index: (taken[index][0].depth, taken[index][0].request.arrival),
         )
         for index in order:
             lane, count = taken[index]

@@ -5,6 +5,7 @@ What follows from the options together with a model (ladders, pools, limits) is 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from wavegraph.errors import ConfigError
 
@@ -19,13 +20,13 @@ DEFAULT_KV_CACHE_BYTES = 4 << 30
 
 KV_LAYOUTS = ("last_exited", "shared")
 CHOICES = {
+    "packing": ("fill", "fifo"),
     "step_mix": ("fused", "separate"),
     "stage_policy": ("decode_first", "refill", "fifo"),
     "admission": ("incremental", "worst_case"),
     "admission_order": ("fcfs", "priority"),
 }
 AT_LEAST_ONE = (
-    "prefill_chunk_size",
     "max_num_seqs",
     "page_size",
     "max_decode_steps_before_prefill",
@@ -42,7 +43,8 @@ class EngineConfig:
 
     - ``wavefront``: run ready (span, depth) tasks of any request, chunk and depth in one step; if False, each
       batch of chunks runs through all depths before the next one (ordinary chunked prefill).
-    - ``prefill_chunk_size``: the most prompt rows of one request at one depth in one step.
+    - ``prefill_chunk_size``: the most rows of one request at one depth in one step. ``"auto"``: a turn is 16 rows, and
+      what is then left of the step goes to spans that have more rows ready.
     - ``max_num_batched_tokens``: the most rows of a step. None: the largest bucket, or 256 without ``buckets``.
     - ``max_num_seqs``: the most requests alive at once; the rest wait.
     - ``max_model_len``: the most tokens of one request, prompt and output together. None: the model's own
@@ -56,6 +58,10 @@ class EngineConfig:
 
     Scheduling:
 
+    - ``packing``: ``"fill"`` cuts and joins spans so that steps fill their buckets, by the seconds that the cost model
+      predicts; ``"fifo"`` runs all that is ready in the RFC's order, and pads.
+    - ``target_itl_ms``: while decodes are live, prompt rows take no step past this many milliseconds, divided by the
+      model's loops: so a token at full depth comes in that time, by the measured cost model.
     - ``step_mix``: ``"fused"`` steps hold prompt and decode rows side by side, ``"separate"`` ones only one kind.
       Without ``wavefront`` they are always separate.
     - ``stage_policy``: who goes first when both prompt and decode rows are ready. ``"decode_first"``: decode, but
@@ -78,7 +84,7 @@ class EngineConfig:
     """
 
     wavefront: bool = True
-    prefill_chunk_size: int = 64
+    prefill_chunk_size: int | Literal["auto"] = "auto"
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 32
     max_model_len: int | None = None
@@ -88,6 +94,8 @@ class EngineConfig:
     kv_cache_fraction: float | None = None
     buckets: tuple[int, ...] | None = None
     kv_layout: str = "last_exited"
+    packing: Literal["fill", "fifo"] = "fill"
+    target_itl_ms: float | None = None
     step_mix: str = "fused"
     stage_policy: str = "decode_first"
     max_decode_steps_before_prefill: int = 8
@@ -127,6 +135,12 @@ class EngineConfig:
         return max(self.buckets) if self.buckets is not None else DEFAULT_BATCHED_TOKENS
 
     def _check_numbers(self) -> None:
+        if self.prefill_chunk_size != "auto":
+            _at_least_one("prefill_chunk_size", self.prefill_chunk_size, ", or 'auto'")
+        if self.target_itl_ms is not None and not (
+            type(self.target_itl_ms) in (int, float) and 0 < self.target_itl_ms < float("inf")
+        ):
+            raise ConfigError(f"target_itl_ms must be a number of milliseconds above 0, got {self.target_itl_ms!r}")
         for name in AT_LEAST_ONE:
             _at_least_one(name, getattr(self, name))
         for name in AT_LEAST_ONE_OR_NONE:
@@ -176,6 +190,6 @@ class EngineConfig:
             )
 
 
-def _at_least_one(name: str, value: object) -> None:
+def _at_least_one(name: str, value: object, otherwise: str = "") -> None:
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        raise ConfigError(f"{name} must be an integer of at least 1{otherwise}, got {value!r}")

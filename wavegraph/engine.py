@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
 
@@ -436,7 +436,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             finished=dict(self._finished),
-            scheduler=replace(self.scheduler.stats),
+            scheduler=deepcopy(self.scheduler.stats),
             executor=deepcopy(self.executor.stats),
         )
 

@@ -18,6 +18,7 @@ from wavegraph.outputs import RequestOutput
 from wavegraph.precompile import with_bundle
 from wavegraph.runner import AUTO, check_backend, make_runner
 from wavegraph.sampling import SamplingParams
+from wavegraph.scheduler.packing import require_measured
 from wavegraph.sizing import derive
 from wavegraph.tokenizer import Tokenizer
 from wavegraph.trace import TraceWriter
@@ -50,6 +51,8 @@ def build_engine(
     check_backend(backend)
     if isinstance(cost, str | Path):
         cost = CostModel.from_file(cost)
+    if config.target_itl_ms is not None:
+        require_measured(cost)
     folder = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(folder)
     if config.threads is not None:

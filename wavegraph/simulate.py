@@ -124,7 +124,7 @@ class _Simulation:
     ) -> None:
         self._on_plan = on_plan
         self.scheduler = Scheduler(config, ladder, coda_ladder, cost)
-        self._checker = Checker(config, ladder, coda_ladder) if check else None
+        self._checker = Checker(config, ladder, coda_ladder, self.scheduler.cost) if check else None
         self._cost = self.scheduler.cost
         self._run_ahead = run_ahead
         self._coming = deque(enumerate(workload.requests))

@@ -65,7 +65,9 @@ def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype, *, dense
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.row_budget,
-        prefill_chunk_size=config.prefill_chunk_size,
+        prefill_chunk_size=None if config.prefill_chunk_size == "auto" else config.prefill_chunk_size,
+        packing=config.packing,
+        target_step_seconds=_step_seconds(config, model),
         wavefront=config.wavefront,
         fused=config.step_mix == "fused",
         max_coda_rows=_coda_rows(config),
@@ -94,6 +96,11 @@ def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype, *, dense
 def _coda_rows(config: EngineConfig) -> int:
     """A step draws at most one token for each running request that has a row in it."""
     return min(config.max_num_seqs, config.row_budget)
+
+
+def _step_seconds(config: EngineConfig, model: OuroConfig) -> float | None:
+    """A token at full depth takes a step for each loop."""
+    return None if config.target_itl_ms is None else config.target_itl_ms / 1000 / model.total_ut_steps
 
 
 def _stage_policy(config: EngineConfig) -> StagePolicy:

@@ -42,6 +42,7 @@ class TraceWriter:
             "rows": plan.rows,
             "bucket": plan.bucket,
             "padding": plan.bucket - plan.rows,
+            "padding_reason": plan.padding_reason,
             "coda_rows": len(plan.coda_slot),
             "coda_bucket": plan.coda_bucket,
         }

@@ -230,8 +230,8 @@ def test_help_shows_the_defaults_that_hold() -> None:
     for text in (engine, demo):
         assert "ditto" not in text
         assert "one step or not. [default: fused]" in text
-    assert "request, depth and step. [default: 64]" in engine
-    assert "request, depth and step. [default: 16]" in demo
+    assert "depth and step, or auto. [default: auto]" in engine
+    assert "depth and step, or auto. [default: 16]" in demo
     assert "prefixes. [default: on]" in engine
     assert "prefixes. [default: off]" in demo
     assert "--wavefront" not in demo.split("Options:")[1]

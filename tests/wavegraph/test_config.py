@@ -12,7 +12,8 @@ from wavegraph.errors import ConfigError
     [
         ({"wavefront": 1}, "wavefront must be True or False, got 1"),
         ({"check": None}, "check must be True or False"),
-        ({"prefill_chunk_size": 0}, "prefill_chunk_size must be an integer of at least 1, got 0"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size must be an integer of at least 1, or 'auto', got 0"),
+        ({"prefill_chunk_size": "big"}, "prefill_chunk_size must be an integer of at least 1, or 'auto', got 'big'"),
         ({"prefill_chunk_size": 2.0}, "prefill_chunk_size must be an integer"),
         ({"max_num_seqs": True}, "max_num_seqs must be an integer of at least 1, got True"),
         ({"max_num_seqs": -3}, "max_num_seqs"),
@@ -32,6 +33,10 @@ from wavegraph.errors import ConfigError
         ({"buckets": (0, 2)}, "each of buckets must be an integer of at least 1, got 0"),
         ({"buckets": (1, 8), "max_num_batched_tokens": 9}, "do not reach max_num_batched_tokens=9"),
         ({"buckets": (1, 8, 16), "max_num_batched_tokens": 8}, "16 can never run"),
+        ({"packing": "tight"}, "packing must be one of fill, fifo, got 'tight'"),
+        ({"target_itl_ms": 0}, "target_itl_ms must be a number of milliseconds above 0, got 0"),
+        ({"target_itl_ms": True}, "target_itl_ms"),
+        ({"target_itl_ms": float("inf")}, "target_itl_ms"),
         ({"kv_layout": "paged"}, "kv_layout must be 'last_exited', got 'paged'"),
     ],
 )

@@ -50,6 +50,16 @@ class CommandGroup(click.Group):
             ctx.exit(130)
 
 
+def chunk_size(text: str) -> int | str:
+    """An option that is a number of rows, or ``auto``."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number of rows or 'auto'.") from None
+
+
 def integers(text: str) -> list[int]:
     """An option's value such as ``1,2,3``; empty text is an empty list. Raises `click.BadParameter`."""
     try:

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from wavegraph.cli.common import Command, integers
+from wavegraph.cli.common import Command, chunk_size, integers
 from wavegraph.config import DEFAULT_BATCHED_TOKENS, DEFAULT_MODEL_LEN, EngineConfig
 from wavegraph.interrupts import interrupts_held
 
@@ -30,9 +30,11 @@ def _choice(text: str) -> dict[str, Any]:
     return {"metavar": "NAME", "help": text}
 
 
+CHUNK_HELP = "prefill_chunk_size: most rows of one request, depth and step, or auto."
+
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "wavefront": ("--wavefront/--no-wavefront", {"help": "Rows of several depths in a step."}),
-    "chunk": ("--chunk", _rows("prefill_chunk_size: most prompt rows of one request, depth and step.")),
+    "chunk": ("--chunk", {"type": chunk_size, "metavar": "ROWS", "help": CHUNK_HELP}),
     "max_batched_tokens": ("--max-batched-tokens", _rows("Most rows of a step.")),
     "max_num_seqs": ("--max-num-seqs", _number("Most requests alive at once.")),
     "max_model_len": ("--max-model-len", _number("Most tokens, prompt and output, of a request.")),
@@ -45,6 +47,11 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "buckets": ("--buckets", {"type": integers, "metavar": "ROWS,…", "help": "Row counts to record."}),
     "kv_layout": ("--kv-layout", _choice("The only one there is.")),
+    "packing": ("--packing", _choice("fill or fifo: cut spans so that steps fill their buckets, or pad.")),
+    "target_itl_ms": (
+        "--target-itl-ms",
+        {"type": float, "metavar": "MS", "help": "Bound a step's predicted time while decodes are live."},
+    ),
     "step_mix": ("--step-mix", _choice("fused or separate: prompt and decode rows in one step or not.")),
     "stage_policy": ("--stage-policy", _choice("decode_first, refill or fifo: who goes first.")),
     "admission": ("--admission", _choice("incremental or worst_case: pages a request is admitted with.")),
@@ -58,6 +65,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "check": ("--check", {"is_flag": True, "help": "Judge every plan with the legality checker."}),
     "backend": ("--backend", _choice("auto, compiled, recorded or eager.")),
     "dtype": ("--dtype", _choice("auto, float32, bfloat16 or float16.")),
+    "cost": ("--cost", {"metavar": "FILE", "help": "Measured costs of steps, in JSON."}),
     "bundle": ("--bundle", {"metavar": "DIR", "help": "Compile nothing: use what 'precompile' put into DIR."}),
 }
 
@@ -116,7 +124,7 @@ def take_options(given: dict[str, Any], **defaults: Any) -> EngineOptions:
     """
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     arguments: dict[str, str] = {
-        name: values.pop(name) for name in ("backend", "dtype", "trace", "bundle") if name in values
+        name: values.pop(name) for name in ("backend", "dtype", "trace", "bundle", "cost") if name in values
     }
     if "buckets" in values:
         values["buckets"] = tuple(values["buckets"])

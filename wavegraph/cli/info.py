@@ -17,7 +17,7 @@ PACKAGES = ("wavegraph", "torch", "numpy", "safetensors", "tokenizers", "hugging
 
 @click.command("info")
 @click.argument("model", required=False)
-@engine_options(without=("bundle",))
+@engine_options(without=("bundle", "cost"))
 @json_output
 def info_command(model: str | None, json_path: Path | None, **given: Any) -> None:
     """Show versions, device and backends and, for MODEL, its shape and the pools it would get.

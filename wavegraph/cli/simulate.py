@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
 
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
-from wavegraph.cli.common import emit, json_output, write_json
+from wavegraph.cli.common import chunk_size, emit, json_output, write_json
 from wavegraph.cli.engine import Bars
 from wavegraph.scheduler.scheduler import SchedulerConfig
 from wavegraph.simulate import SimulationResult, simulate
@@ -44,7 +44,19 @@ UNITS = {"s": "seconds, by the cost model", "cost": "rows, and 16 a step: no cos
     "--max-tokens", default=1, type=click.IntRange(1, MAX_TOTAL), show_default=True, help="Output tokens of each."
 )
 @click.option(
-    "--chunk", default=16, type=click.IntRange(1, MAX_ROWS), show_default=True, help="prefill_chunk_size, rows."
+    "--chunk",
+    default="16",
+    type=chunk_size,
+    metavar="ROWS",
+    show_default=True,
+    help="prefill_chunk_size, or auto.",
+)
+@click.option(
+    "--packing",
+    default="fill",
+    type=click.Choice(["fill", "fifo"]),
+    show_default=True,
+    help="Fill the buckets of --ladder, or pad.",
 )
 @click.option(
     "--max-batched-tokens",
@@ -76,7 +88,8 @@ def simulate_command(
     requests: int,
     prompt_len: int,
     max_tokens: int,
-    chunk: int,
+    chunk: int | str,
+    packing: Literal["fill", "fifo"],
     max_batched_tokens: int,
     max_num_seqs: int | None,
     page_size: int,
@@ -96,6 +109,8 @@ def simulate_command(
 
         wavegraph simulate --requests 4 --prompt-len 8064 --chunk 16 --max-batched-tokens 1024
     """
+    if isinstance(chunk, int) and not 1 <= chunk <= MAX_ROWS:
+        raise click.BadParameter(f"{chunk} is not in 1..{MAX_ROWS}, nor 'auto'", param_hint="--chunk")
     load = _workload(context, workload) if workload else _uniform(requests, prompt_len, max_tokens)
     cost = CostModel.from_file(cost_path) if cost_path is not None else None
     if cost is None and load.requests[-1].arrival > 0:
@@ -112,7 +127,8 @@ def simulate_command(
         max_model_len=load.longest,
         max_num_seqs=seqs,
         max_num_batched_tokens=max_batched_tokens,
-        prefill_chunk_size=chunk,
+        prefill_chunk_size=chunk if isinstance(chunk, int) else None,
+        packing=packing,
         wavefront=wavefront,
     )
     buckets = _ladder(ladder, max_batched_tokens)
