@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
+from wavegraph.errors import ConfigError
 
 
 class Assembly:
@@ -19,10 +20,13 @@ class Assembly:
 
     Ties go to more rows, and to smaller buckets. All is tabulated here, so that a choice costs a few look-ups,
     whatever the ladder. ``fewest`` is the smallest number of rows that a step runs while it leaves some out (``budget``
-    if none does): a row with k ready rows before it is left out at most ``k // fewest`` times.
+    if none does): a row with k ready rows before it is left out at most ``k // fewest`` times. Raises `ConfigError` if
+    the ladder does not reach the budget.
     """
 
     def __init__(self, ladder: Ladder, cost: CostModel, budget: int) -> None:
+        if budget > ladder.max:
+            raise ConfigError(f"ladder: {ladder} holds no step of {budget} rows; add a bucket, or lower the row budget")
         self._bucket, self._seconds = _cheapest(ladder, cost, budget)
         ends = sorted({min(size, budget) for size in ladder.sizes})
         self._least, self._first = _drain(ends, self._seconds)

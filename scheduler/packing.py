@@ -19,8 +19,8 @@ class Packer:
 
     ``budget`` is the most rows of a step, ``chunk`` the most of one lane; None: a turn is `AUTO_TURN` rows, and spans
     grow into what is left of the step. With an ``assembly`` a step runs as many rows as predicted seconds ask for,
-    without one all that are ready. ``atomic`` says that deeper rows do not queue but follow their cohort. ``paced``:
-    the target kept rows out of the last step.
+    without one all that are ready. ``atomic`` says that deeper rows do not queue but follow their cohort, ``fused`` that
+    a step may hold prompt and decode rows. ``paced``: the target kept rows out of the last step.
     """
 
     def __init__(
@@ -30,7 +30,8 @@ class Packer:
         assembly: Assembly | None,
         pace: "Pace | None" = None,
         *,
-        atomic: bool = False,
+        atomic: bool,
+        fused: bool,
     ) -> None:
         self.budget = budget
         self.turn = min(chunk or AUTO_TURN, budget)
@@ -40,6 +41,7 @@ class Packer:
         self.paced = False
         self._assembly = assembly
         self._atomic = atomic
+        self._fused = fused
 
     def rows(self, taken: Taken, rows: int, more: bool, due: bool) -> int:
         """How many rows to run, of ``rows`` taken and those by which spans may grow.
@@ -61,8 +63,8 @@ class Packer:
         return chosen if chosen > floor else ready
 
     def following(self, taken: Taken) -> int:
-        """About how many rows become ready with a step that runs all that are."""
-        total, turn, grows, atomic = 0, self.turn, self.grows, self._atomic
+        """About how many rows, that may run beside each other, become ready with a step that runs all that are."""
+        total, turn, grows, atomic, fused = 0, self.turn, self.grows, self._atomic, self._fused
         for lane, count in taken:
             request, ready = lane.request, lane.limit - lane.next
             if ready > count:
@@ -73,7 +75,7 @@ class Packer:
             if not atomic and lane.depth + 1 < len(request.lanes):
                 total += count
             elif lane.next + count == request.known and request.known + 1 < request.total_limit:
-                total += 1  # its next token
+                total += fused or lane.next >= request.prefill_end  # its next token
         return total
 
     def _limits(self, pace: "Pace", taken: Taken, due: bool) -> tuple[int, int]:
@@ -89,8 +91,8 @@ class Packer:
                 decodes += count
                 positions += attended(lane.next, count)
         fitting = pace.prompt_rows(decodes, positions, codas, longest)
-        if due or not decodes:
-            fitting = max(fitting, min(self.turn, prompts))
+        if not fitting and (due or not decodes):
+            fitting = min(self.turn, prompts)
         return decodes + fitting, decodes
 
     def _ends(self, lane: Lane, count: int) -> bool:

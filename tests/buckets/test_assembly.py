@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from wavegraph.buckets.assembly import Assembly
 from wavegraph.buckets.cost import CostModel, ProgramCost
 from wavegraph.buckets.ladder import Ladder
+from wavegraph.errors import ConfigError
 
 
 def make_cost(sizes: Sequence[int], seconds: Sequence[float]) -> CostModel:
@@ -135,3 +136,8 @@ def test_rows_of_a_step_grow_with_the_rows_that_are_ready() -> None:
     chosen = [assembly.rows(ready, lambda: 1000) for ready in range(1, 65)]
     assert all(before <= after for before, after in pairwise(chosen))
     assert chosen[-1] == 64
+
+
+def test_a_ladder_that_does_not_reach_the_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no step of 9 rows"):
+        Assembly(Ladder([8]), linear(1, 1), 9)
