@@ -19,8 +19,8 @@ class Packer:
 
     ``budget`` is the most rows of a step, ``chunk`` the most of one lane; None: a turn is `AUTO_TURN` rows, and spans
     grow into what is left of the step. With an ``assembly`` a step runs as many rows as predicted seconds ask for,
-    without one all that are ready. ``atomic`` says that deeper rows do not queue but follow their cohort, ``fused`` that
-    a step may hold prompt and decode rows. ``paced``: the target kept rows out of the last step.
+    without one all that are ready. ``atomic`` says that deeper rows do not queue but follow their cohort, ``fused``
+    that a step may hold prompt and decode rows. ``paced``: the target kept rows out of the last step.
     """
 
     def __init__(
