@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from wavegraph.buckets.cost import CostModel, ProgramCost
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine
 from wavegraph.llm import build_engine
@@ -26,12 +27,22 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+COST = CostModel(
+    ProgramCost((1, 32), (5e-3, 36e-3), (0.0, 0.0), (0, 0)),
+    ProgramCost((1, 10), (1e-3, 10e-3), (0.0, 0.0), (0, 0)),
+    seconds_per_position=1e-5,
+    source="made up",
+)
+"""Fixed seconds of steps, so that schedules repeat."""
+
+
 def build(checkpoint: str | Path = "tiny", backend: str = "eager", trace: Path | None = None, **options: Any) -> Engine:
     """An engine in float32 that checks every plan."""
     given = DEFAULTS | options
     if given["max_num_batched_tokens"] != DEFAULTS["max_num_batched_tokens"] and "buckets" not in options:
         given["buckets"] = None
-    return build_engine(GOLDENS / checkpoint, EngineConfig(**given), dtype="float32", backend=backend, trace=trace)
+    config = EngineConfig(**given)
+    return build_engine(GOLDENS / checkpoint, config, dtype="float32", backend=backend, trace=trace, cost=COST)
 
 
 def run(engine: Engine, preempt: random.Random | None = None) -> dict[str, RequestOutput]:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 import wavegraph.engine
-from tests.e2e.drive import GOLDENS, check_drained
+from tests.e2e.drive import COST, GOLDENS, check_drained
 from tests.e2e.fake_executor import VOCAB, FakeExecutor, expected, mix, score_of
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine
@@ -91,7 +91,9 @@ class EngineMachine(RuleBasedStateMachine):
         sides=st.lists(
             st.fixed_dictionaries(
                 {
-                    "prefill_chunk_size": st.integers(1, 5),
+                    "prefill_chunk_size": st.just("auto") | st.integers(1, 5),
+                    "packing": st.sampled_from(["fill", "fill", "fifo"]),
+                    "target_itl_ms": st.none() | st.floats(0.5, 80.0),
                     "max_num_batched_tokens": st.integers(1, 9),
                     "max_num_seqs": st.integers(1, 3),
                     "num_pages": st.integers(8, 12),
@@ -121,6 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
                 backend=None,  # type: ignore[arg-type]
                 check=True,
                 run_ahead=config.run_ahead,
+                cost=COST,
             )
             self.engines.append(engine)
         self.live: dict[str, Life] = {}
@@ -294,6 +297,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 def run_machine(examples: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wavegraph.engine, "Executor", FakeExecutor)
+    monkeypatch.setattr(wavegraph.engine, "check_new_weights", lambda *_: None)  # its weights are a number
     profile = settings(
         max_examples=examples,
         stateful_step_count=steps,

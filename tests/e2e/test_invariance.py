@@ -101,7 +101,9 @@ def make_options(seed: int) -> dict[str, Any]:
     return {
         "max_num_batched_tokens": budget,
         "buckets": tuple(ladder),
-        "prefill_chunk_size": rng.choice([1, 2, 5, 16, 64]),
+        "prefill_chunk_size": rng.choice([1, 2, 5, 16, 64, "auto", "auto"]),
+        "packing": rng.choice(["fill", "fill", "fifo"]),
+        "target_itl_ms": rng.choice([None, None, 1.0, 60.0]),
         "max_num_seqs": rng.choice([1, 2, 5, 12]),
         "page_size": page_size,
         "num_pages": -(-MAX_LEN // page_size) * (rng.choice([1, 2]) if pressure else 12) + 1,

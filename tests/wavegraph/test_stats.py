@@ -41,6 +41,7 @@ def test_counts_add_up() -> None:
     scheduler, executor = stats.scheduler, stats.executor
     assert executor.steps == scheduler.steps
     assert (executor.core.rows, executor.core.padding_rows) == (scheduler.rows, scheduler.padding_rows)
+    assert sum(scheduler.padding_reasons.values()) == scheduler.padding_rows > 0
     assert sum(executor.core.hits.values()) == scheduler.core_steps
     assert executor.coda.rows + executor.coda_full.rows == scheduler.coda_rows
     assert not executor.core.misses

@@ -1,7 +1,7 @@
 """The trace of steps: valid, complete, and it adds up."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ def test_lanes_by_depth_add_up_to_the_rows(tmp_path: Path, run_ahead: int) -> No
     assert set(lanes) == {HOST, DEVICE, *(FIRST_DEPTH + depth for depth in range(4))}
     assert sorted(lanes[DEVICE]) == sorted(lanes[HOST]) == list(range(stats.scheduler.steps))
     total = 0
+    reasons: Counter[str] = Counter()
     for step, span in lanes[DEVICE].items():
         rows = 0
         for depth in range(4):
@@ -49,8 +50,11 @@ def test_lanes_by_depth_add_up_to_the_rows(tmp_path: Path, run_ahead: int) -> No
         args = span["args"]
         assert args["rows"] == rows
         assert args["bucket"] == rows + args["padding"]
+        assert bool(args["padding_reason"]) == (args["padding"] > 0)
+        reasons[args["padding_reason"]] += args["padding"]
         total += rows
     assert total == stats.scheduler.rows
+    assert +reasons == stats.scheduler.padding_reasons
     assert sum(span["args"]["coda_rows"] for span in lanes[DEVICE].values()) == stats.scheduler.coda_rows
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == {"host: plan", "device: step", *(f"depth {depth}" for depth in range(4))}
