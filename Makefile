@@ -11,7 +11,7 @@ ROOMS := buckets capture model scheduler
 MUTATIONS := $(basename $(notdir $(wildcard tests/mutations/*.toml)))
 
 .DELETE_ON_ERROR:
-.PHONY: help run test check lint type mutate bench clean
+.PHONY: help run test check lint type mutate bench figures clean
 
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -53,6 +53,26 @@ bench: $(READY) ## steps and host time of the scheduler, no model
 	  $(BIN)/wavegraph simulate --requests 4 --prompt-len 8064 --chunk $$chunk \
 	    --max-batched-tokens 1024 $$mode --json - || exit 1; \
 	done; done
+
+RESULTS := benchmarks/results
+MEASURE = $(BIN)/wavegraph bench
+
+figures: $(READY) ## every figure of docs/benchmarks.md, measured on this machine: about an hour
+	mkdir -p $(RESULTS) build
+	$(MEASURE) step --json $(RESULTS)/step.json
+	$(MEASURE) replay --json $(RESULTS)/replay.json
+	$(MEASURE) attention --json $(RESULTS)/attention.json
+	$(MEASURE) prefill --workload 1x512,4x512 --chunks 128,64,32,16,8 --json $(RESULTS)/prefill-512.json
+	$(MEASURE) prefill --workload rfc --scale 0.125 --chunks 128,64,32,16 --repeats 3 --json $(RESULTS)/prefill-rfc.json
+	$(MEASURE) prefill --workload mixed-32 --scale 0.25 --max-num-seqs 4 --chunks 128,64,32,16 --repeats 3 \
+	  --json $(RESULTS)/prefill-mixed-32.json
+	$(MEASURE) prefill --workload mixed-128 --scale 0.25 --max-num-seqs 8 --chunks 128,64,32,16 --repeats 3 \
+	  --json $(RESULTS)/prefill-mixed-128.json
+	$(MEASURE) decode --json $(RESULTS)/decode.json
+	$(MEASURE) ladder --json $(RESULTS)/ladder.json
+	$(MEASURE) start --json $(RESULTS)/start.json
+	$(MEASURE) report $(RESULTS)/*.json --html build/figures.html
+	$(BIN)/python -m wavegraph.tools.figures docs/benchmarks.md $(RESULTS)
 
 clean: ## remove everything that was made here, .venv too
 	rm -rf build dist *.egg-info $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -193,8 +193,8 @@ def mixed(requests: int, unit: int) -> Workload:
     """Prompts of mixed lengths at once, one token each: ``unit`` x (1, 2, 4, 8, 3, 6, 1, 5) tokens, and so on again.
 
     The RFC gives the numbers of requests of its mixed sets (32 and 128), but not their lengths: these are ours. With
-    four running at once, 32 prompts of unit 128 fill ordinary steps as the RFC's do: 60.00 rows at chunk 16, 480.00 at
-    chunk 128.
+    four running at once and steps planned one at a time, 32 prompts of unit 128 fill ordinary steps as the RFC's do:
+    60.00 rows at chunk 16, 480.00 at chunk 128.
     """
     shares = (1, 2, 4, 8, 3, 6, 1, 5)
     return Workload.at_once(f"mixed-{requests}", [unit * shares[index % len(shares)] for index in range(requests)])

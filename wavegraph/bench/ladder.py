@@ -75,6 +75,7 @@ def bench_ladder(
         )
     return {
         **machine_facts(),
+        "benchmark": "ladder",
         "backend": subject.runner.backend.name,
         "isa": getattr(subject.runner.ops, "isa", None),
         "shape": {name: getattr(shape, name) for name in shape.__slots__},

@@ -99,14 +99,14 @@ def report_html(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(result: Mapping[str, Any]) -> str:
     name = result["benchmark"]
-    facts = [f"{key} {_short(result[key])}" for key in FACTS if result.get(key) is not None]
-    settings = [f"{_words(key)} {_short(value)}" for key, value in _settings(result)]
+    facts = [f"{key} {short(result[key])}" for key in FACTS if result.get(key) is not None]
+    settings = [f"{words(key)} {short(value)}" for key, value in _settings(result)]
     parts = [f"<h2>{escape(TITLES.get(name, name))}</h2>", f"<p>{escape(', '.join(facts))}</p>"]
     if settings:
         parts.append(f"<p>{escape(', '.join(settings))}</p>")
     for key, value in result.items():
         if _is_table(value):
-            parts.append(_tables(_words(key), value))
+            parts.append(_tables(words(key), value))
     return "\n".join(parts)
 
 
@@ -131,7 +131,7 @@ def _tables(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
         return f"<h3>{escape(title)}</h3>\n{_table(rows)}"
     parts = []
     for row in rows:
-        words = ", ".join(f"{_words(key)} {_short(value)}" for key, value in row.items() if not _is_table(value))
+        words = ", ".join(f"{words(key)} {short(value)}" for key, value in row.items() if not _is_table(value))
         parts += [f"<h3>{escape(words)}</h3>\n{_table(row[key])}" for key in nested]
     return "\n".join(parts)
 
@@ -142,7 +142,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     for column in columns:
         unit = column.rsplit("_", 1)[-1]
         tops[unit] = max(tops.get(unit, 0.0), *(_top(row[column]) for row in rows))
-    head = "".join(f"<th>{escape(_words(column))}</th>" for column in columns)
+    head = "".join(f"<th>{escape(words(column))}</th>" for column in columns)
     body = "\n".join(
         "<tr>" + "".join(_cell(column, row[column], tops[column.rsplit("_", 1)[-1]]) for column in columns) + "</tr>"
         for row in rows
@@ -159,16 +159,16 @@ def _cell(column: str, value: Any, top: float) -> str:
     if isinstance(value, dict):
         if "median" in value:
             middle, low, high = value["median"], value["low"], value["high"]
-            others = f"{_short(low)} to {_short(high)}"
+            others = f"{short(low)} to {short(high)}"
         else:
             middle, low, high = value["p50"], value["p50"], value["p99"]
-            others = f"p90 {_short(value['p90'])}, p99 {_short(high)}"
-        return f"<td>{_short(middle)} <small>{others}</small>{_bar(middle, low, high, top)}</td>"
+            others = f"p90 {short(value['p90'])}, p99 {short(high)}"
+        return f"<td>{short(middle)} <small>{others}</small>{_bar(middle, low, high, top)}</td>"
     if column in SHARES and isinstance(value, int | float):
         return f'<td class="number">{value:.1%}</td>'
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return f'<td class="number">{_short(value)}</td>'
-    return f"<td>{escape(_short(value))}</td>"
+        return f'<td class="number">{short(value)}</td>'
+    return f"<td>{escape(short(value))}</td>"
 
 
 def _bar(value: float, low: float, high: float, top: float) -> str:
@@ -177,11 +177,12 @@ def _bar(value: float, low: float, high: float, top: float) -> str:
     return f'<div class="bar"><i style="width:{share:.1f}%"></i>{line}</div>'
 
 
-def _words(key: str) -> str:
+def words(key: str) -> str:
+    """A key as a person reads it."""
     return " ".join(WORDS.get(part, part) for part in key.split("_")).replace(" per s", "/s")
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """A value as a person reads it."""
     if value is None:
         return "none"
