@@ -62,7 +62,7 @@ figures: $(READY) ## every figure of docs/benchmarks.md, measured on this machin
 	$(MEASURE) step --json $(RESULTS)/step.json
 	$(MEASURE) replay --json $(RESULTS)/replay.json
 	$(MEASURE) attention --json $(RESULTS)/attention.json
-	$(MEASURE) prefill --workload 1x512,4x512 --chunks 128,64,32,16,8 --json $(RESULTS)/prefill-512.json
+	$(MEASURE) prefill --workload 1x512,4x512 --chunks 128,64,32,16,8,auto --json $(RESULTS)/prefill-512.json
 	$(MEASURE) prefill --workload rfc --scale 0.125 --chunks 128,64,32,16 --repeats 3 --json $(RESULTS)/prefill-rfc.json
 	$(MEASURE) prefill --workload mixed-32 --scale 0.25 --max-num-seqs 4 --chunks 128,64,32,16 --repeats 3 \
 	  --json $(RESULTS)/prefill-mixed-32.json

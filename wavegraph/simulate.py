@@ -19,6 +19,7 @@ from wavegraph.capture.metadata import StepLayout
 from wavegraph.errors import EngineError
 from wavegraph.latency import Latencies, Timeline
 from wavegraph.scheduler.checker import Checker
+from wavegraph.scheduler.packing import attended
 from wavegraph.scheduler.plan import RequestSpec, StepPlan, StepResult
 from wavegraph.scheduler.scheduler import Scheduler, SchedulerConfig
 from wavegraph.workload import Arrival, Workload
@@ -94,10 +95,8 @@ def simulate(
 
 
 def attended_positions(plan: StepPlan) -> int:
-    """Pairs of a row and a position that it attends, of a whole step: a row at position p attends p + 1."""
-    return sum(
-        start * count + count * (count + 1) // 2 for start, count in zip(plan.span_start, plan.span_count, strict=True)
-    )
+    """Pairs of a row and a position that it attends, of a whole step."""
+    return sum(map(attended, plan.span_start, plan.span_count))
 
 
 @dataclass(slots=True)

@@ -88,7 +88,18 @@ def test_attention() -> None:
 def test_prefill(tmp_path: Path) -> None:
     file = tmp_path / "mixed.jsonl"
     file.write_text('{"arrival": 0, "prompt_tokens": 48, "output_tokens": 9}\n' * 2)
-    limits = ["--depths", "3", "--max-batched-tokens", "64", "--workload", f"1x24,{file}", "--chunks", "8,4"]
+    limits = [
+        "--depths",
+        "3",
+        "--max-batched-tokens",
+        "64",
+        "--packing",
+        "fifo",
+        "--workload",
+        f"1x24,{file}",
+        "--chunks",
+        "8,4,auto",
+    ]
     _, facts = run("prefill", *SIZES, *limits, "--scale", "0.5")
     assert [(each["requests"], each["prompt_tokens"]) for each in facts["workloads"]] == [(1, 12), (2, 48)]
     for table, requests in zip(facts["workloads"], (1, 2), strict=True):
@@ -211,7 +222,7 @@ def test_start() -> None:
         (["replay", "--dtype", "auto"], "dtype: random weights have none of their own"),
         (["replay", "--backend", "fast"], "backend: 'fast' is unknown"),
         (["prefill", "--workload", "none"], "workload: 'none' is neither a file nor one of"),
-        (["prefill", *SIZES, "--chunks", "16,some"], "prefill_chunk_size must be"),
+        (["prefill", "--chunks", "16,some"], "'some' is not a number of rows or 'auto'"),
         (["decode", "--thresholds", "high"], "'high' is not a comma-separated list of numbers"),
         (["attention", "--contexts", "8"], "contexts: 8 cannot end a chunk of 16 rows"),
     ],

@@ -13,6 +13,7 @@ from wavegraph.capture.ladder import CapturedLadder
 from wavegraph.engine import Engine
 from wavegraph.model.sampling import Action
 from wavegraph.sampling import SamplingParams
+from wavegraph.scheduler.packing import attended
 
 HOST_STEPS_TOKENS = 8
 
@@ -88,7 +89,7 @@ class CostMeter:
             io.span_start[index], io.span_count[index] = point.context - count, count
         io.header.zero_()  # no updates of tables either
         io.header[:2] = torch.tensor([len(counts), point.rows], dtype=torch.int32)
-        return sum(count * (point.context - count) + count * (count + 1) // 2 for count in counts)
+        return sum(attended(point.context - count, count) for count in counts)
 
     def _time_host(self) -> None:
         """CPU time of this thread in steps of a few requests; another thread runs the replays."""

@@ -63,6 +63,7 @@ def bench_decode(
     *,
     depths: int,
     budget: int,
+    packing: str,
     repeats: int,
     backend: str,
     progress: Progress | None = None,
@@ -78,7 +79,7 @@ def bench_decode(
             raise ConfigError(f"{name}: must be at least {least}, got {getattr(work, name)}")
     longest = max(PROMPT + work.tokens, work.prompt_len + 1)
     rig = Rig(shape, depths, longest, budget, work.requests + work.prompts, backend)
-    configs = [rig.variant(prefill_chunk_size=chunk, **(options or {})) for options in LOADS.values()]
+    configs = [rig.variant(prefill_chunk_size=chunk, packing=packing, **(options or {})) for options in LOADS.values()]
     loads = [
         (config, SamplingParams(), 0 if options is None else work.prompts)
         for config, options in zip(configs, LOADS.values(), strict=True)
@@ -103,6 +104,7 @@ def bench_decode(
         "benchmark": "decode",
         **{name: getattr(work, name) for name in ("requests", "tokens", "prompts", "prompt_len")},
         "chunk": chunk,
+        "packing": packing,
         "alone": {"ms": alone.to_dict(), **rig.predict(configs[0], workload, alone.median)},
         "loads": [_load(name, column) for name, column in zip(LOADS, columns, strict=False)],
         "exits": [_exit(work, *each, column) for each, column in zip(exits, columns[len(loads) :], strict=True)],

@@ -20,6 +20,7 @@ def bench_prefill(
     *,
     depths: int,
     budget: int,
+    packing: str,
     seqs: int,
     repeats: int,
     backend: str,
@@ -36,7 +37,9 @@ def bench_prefill(
     longest = max(workload.longest for workload in workloads)
     rig = Rig(shape, depths, longest, budget, min(seqs, max(len(each.requests) for each in workloads)), backend)
     variants = [(chunk, wavefront) for chunk in chunks for wavefront in (False, True)]
-    configs = [rig.variant(prefill_chunk_size=chunk, wavefront=wavefront) for chunk, wavefront in variants]
+    configs = [
+        rig.variant(prefill_chunk_size=chunk, packing=packing, wavefront=wavefront) for chunk, wavefront in variants
+    ]
     total = len(workloads) * len(variants) * (repeats + 1)
     done = 0
     tables = []
@@ -57,7 +60,7 @@ def bench_prefill(
             row |= rig.predict(config, workload, row["ms"]["median"])
         tables.append(table)
     rig.close()
-    return {**rig.facts(), "benchmark": "prefill", "workloads": tables}
+    return {**rig.facts(), "benchmark": "prefill", "packing": packing, "workloads": tables}
 
 
 def _check_tokens(workload: Workload, runs: Sequence[Run]) -> None:

@@ -131,8 +131,8 @@ def _tables(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
         return f"<h3>{escape(title)}</h3>\n{_table(rows)}"
     parts = []
     for row in rows:
-        words = ", ".join(f"{words(key)} {short(value)}" for key, value in row.items() if not _is_table(value))
-        parts += [f"<h3>{escape(words)}</h3>\n{_table(row[key])}" for key in nested]
+        heading = ", ".join(f"{words(key)} {short(value)}" for key, value in row.items() if not _is_table(value))
+        parts += [f"<h3>{escape(heading)}</h3>\n{_table(row[key])}" for key in nested]
     return "\n".join(parts)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from wavegraph.cli.bench_tables import common_options, end, make_shape, shape_options, show, times
-from wavegraph.cli.common import Command, numbers
+from wavegraph.cli.common import Command, chunk_size, numbers
 from wavegraph.cli.engine import Bars, import_engine
 from wavegraph.workload import find_workload
 
@@ -17,10 +17,9 @@ def _engine_options(command: Command) -> Command:
         ("--depths", 4, "Loops of the model."),
         ("--max-batched-tokens", 1024, "Most rows of a step."),
     ):
-        command = click.option(declaration, default=default, type=click.IntRange(1), show_default=True, help=text)(
-            command
-        )
-    return command
+        option = click.option(declaration, default=default, type=click.IntRange(1), show_default=True, help=text)
+        command = option(command)
+    return click.option("--packing", default="fill", show_default=True, metavar="NAME", help="fill or fifo.")(command)
 
 
 @click.command("prefill")
@@ -32,7 +31,7 @@ def _engine_options(command: Command) -> Command:
     metavar="NAME|FILE,…",
     help="Prompts that arrive at once; rfc, mixed-32 and mixed-128 are the RFC's.",
 )
-@click.option("--chunks", default="128,64,32,16,8", show_default=True, metavar="ROWS|auto,…", help="Chunk sizes.")
+@click.option("--chunks", default="128,64,32,16,8,auto", show_default=True, metavar="ROWS|auto,…", help="Chunk sizes.")
 @click.option(
     "--max-num-seqs", default=256, type=click.IntRange(1), show_default=True, help="Most requests running at once."
 )
@@ -46,6 +45,7 @@ def prefill_command(
     scale: float,
     depths: int,
     max_batched_tokens: int,
+    packing: str,
     max_num_seqs: int,
     repeats: int,
     backend: str,
@@ -60,9 +60,10 @@ def prefill_command(
         result = bench_prefill(
             make_shape(sizes),
             [find_workload(name).scaled(scale) for name in workloads.split(",")],
-            [_chunk(each) for each in chunks.split(",")],
+            [chunk_size(each) for each in chunks.split(",")],
             depths=depths,
             budget=max_batched_tokens,
+            packing=packing,
             seqs=max_num_seqs,
             repeats=repeats,
             backend=backend,
@@ -105,7 +106,7 @@ def prefill_command(
 @click.option("--tokens", default=64, type=click.IntRange(2), show_default=True, help="Tokens that each decodes.")
 @click.option("--prompts", default=1, type=click.IntRange(1), show_default=True, help="Prompts that run beside them.")
 @click.option("--prompt-len", default=512, type=click.IntRange(1), show_default=True, help="Tokens of each prompt.")
-@click.option("--chunk", default="16", metavar="ROWS|auto", show_default=True, help="prefill_chunk_size.")
+@click.option("--chunk", default="auto", type=chunk_size, show_default=True, help="prefill_chunk_size.")
 @click.option("--thresholds", default="1,0.8,0.6,0.4", show_default=True, type=numbers, help="Of the gate.")
 @_engine_options
 @shape_options
@@ -115,10 +116,11 @@ def decode_command(
     tokens: int,
     prompts: int,
     prompt_len: int,
-    chunk: str,
+    chunk: int | str,
     thresholds: tuple[float, ...],
     depths: int,
     max_batched_tokens: int,
+    packing: str,
     repeats: int,
     backend: str,
     json_path: Path | None,
@@ -133,9 +135,10 @@ def decode_command(
         result = bench_decode(
             make_shape(sizes),
             work,
-            _chunk(chunk),
+            chunk,
             depths=depths,
             budget=max_batched_tokens,
+            packing=packing,
             repeats=repeats,
             backend=backend,
             progress=progress,
@@ -166,8 +169,3 @@ def decode_command(
     ]
     show("early exit", ("threshold", "exit_kv", "loops a token", "steps a token", "output tokens/s"), exits)
     end(result, json_path)
-
-
-def _chunk(text: str) -> int | str:
-    """A chunk size, which `EngineConfig` judges."""
-    return int(text) if text.isdecimal() else text
