@@ -111,8 +111,8 @@ def test_without_a_prefix_cache_nothing_hits() -> None:
 @pytest.mark.parametrize("checkpoint", ["tiny", pytest.param("tiny_gqa", marks=slow)])
 def test_an_exact_exit_costs_as_many_steps_as_loops(checkpoint: str) -> None:
     """One request, synchronous: a step a loop, and no row more than at full depth. Asynchronous: some more."""
-    sync = build(checkpoint, async_scheduling=False, prefix_cache=False)
-    ahead = build(checkpoint, prefix_cache=False)
+    sync = build(checkpoint, async_scheduling=False, prefix_cache=False, packing="fifo")
+    ahead = build(checkpoint, prefix_cache=False, packing="fifo")
     figures = []
     for (key, _), request in zip(CASES.items(), golden_requests(checkpoint), strict=True):
         before = sync.stats().scheduler

@@ -106,6 +106,10 @@ def broken(tmp_path: Path, file: str, content: bytes) -> str:
         (("--prompt-ids", "1", "--json", "/nonexistent/out.json"), "/nonexistent/out.json: cannot be written"),
         (("--prompt-ids", "1", "--json", "/"), "--json /: cannot be written"),
         (("--prompt-ids", "1", "--chunk", "0"), "prefill_chunk_size must be an integer of at least 1"),
+        (("--prompt-ids", "1", "--chunk", "some"), "'some' is not a number of rows or 'auto'"),
+        (("--prompt-ids", "1", "--packing", "tight"), "packing must be one of fill, fifo"),
+        (("--prompt-ids", "1", "--target-itl-ms", "20"), "target_itl_ms: needs measured costs"),
+        (("--prompt-ids", "1", "--cost", "/nonexistent"), "cost model: /nonexistent cannot be read"),
         (("--prompt-ids", "1", "--kv-layout", "shared"), "depends on the final-depth KV"),
         (("--prompt-ids", "1", "--backend", "fast"), "backend: 'fast' is unknown"),
         (("--prompt-ids", "1", "--dtype", "int4"), "dtype"),
@@ -201,6 +205,7 @@ def test_results_of_every_command_are_emitted(
     "arguments",
     [
         ("--max-tokens", str(10**15)),
+        ("--chunk", "0"),
         ("--max-num-seqs", str(10**11)),
         ("--max-batched-tokens", str(10**11)),
         ("--requests", "60000", "--prompt-len", "60000"),
@@ -210,6 +215,16 @@ def test_simulate_refuses_what_no_machine_holds(arguments: tuple[str, ...]) -> N
     result = run("simulate", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "Invalid value for" in result.stderr
+
+
+def test_simulate_fills_or_pads_the_buckets_it_is_given() -> None:
+    """One request of 37 tokens: auto runs the fewest steps, fifo pads each of them up to 48."""
+    case = ["simulate", "--requests", "1", "--prompt-len", "37", "--chunk", "auto", "--ladder", "default", "--json", "-"]
+    filled, padded = (json.loads(run(*case, "--packing", packing, "--check").stdout) for packing in ("fill", "fifo"))
+    assert (padded["steps"], padded["padding_rows"], padded["bucket_hits"]) == (4, 4 * 11, {"48": 4})
+    assert filled["padding_rows"] < padded["padding_rows"]
+    assert filled["duration"] < padded["duration"]
+    assert filled["rows"] == padded["rows"] == 4 * 37
 
 
 def test_simulate_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:

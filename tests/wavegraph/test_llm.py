@@ -1,11 +1,15 @@
 import gc
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.drive import COST
 from wavegraph import LLM, EngineConfig, SamplingParams
+from wavegraph.buckets.cost import CostModel
 from wavegraph.builtin import builtin_path
 from wavegraph.errors import CaptureError, CheckpointError, ConfigError, EngineError, RequestError
 
@@ -51,6 +55,26 @@ def test_wavefront_off_gives_the_same_tokens(llm: LLM) -> None:
     with LLM(builtin_path(), config, backend="eager") as ordinary:
         off = ordinary.generate([WAVES, "a"], PARAMS)
     assert [output.token_ids for output in off] == [o.token_ids for o in llm.generate([WAVES, "a"], PARAMS)]
+
+
+def test_a_target_needs_a_measured_cost_model_before_any_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes as an object, or as a file that holds one."""
+    file = tmp_path / "cost.json"
+    file.write_text(json.dumps(COST.to_dict()))
+    config = replace(CONFIG, target_itl_ms=20.0)
+    for cost in (COST, file, str(file)):
+        with LLM(builtin_path(), config, backend="eager", cost=cost) as llm:
+            assert llm.engine.scheduler.cost == COST
+            assert len(llm.generate([WAVES, [1]], PARAMS)) == 2
+    monkeypatch.setattr("wavegraph.llm.load_model", None)
+    for unmeasured in (None, CostModel.assumed(16)):
+        with pytest.raises(ConfigError, match="target_itl_ms: needs measured costs"):
+            LLM(builtin_path(), config, cost=unmeasured)
+    for broken in (tmp_path / "none.json", builtin_path() / "config.json"):
+        with pytest.raises(ConfigError, match="cost model: "):
+            LLM(builtin_path(), config, cost=broken)
 
 
 def test_progress_counts_finished_requests(llm: LLM) -> None:

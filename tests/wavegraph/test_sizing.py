@@ -45,20 +45,27 @@ def test_every_batch_that_the_limits_allow_has_a_bucket(
     assert sizes.coda_ladder.max == sizes.limits.max_coda_rows
 
 
+def test_a_target_is_for_a_token_of_as_many_steps_as_loops() -> None:
+    assert sizes_of(target_itl_ms=50).scheduler.target_step_seconds == 0.05 / 4
+    assert sizes_of().scheduler.target_step_seconds is None
+
+
 @settings(max_examples=40)
 @given(
     wavefront=st.booleans(),
-    chunk=st.integers(1, 40),
+    chunk=st.just("auto") | st.integers(1, 40),
+    packing=st.sampled_from(["fill", "fifo"]),
     budget=st.integers(1, 40),
     max_num_seqs=st.integers(1, 12),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
 )
 def test_no_plan_exceeds_the_limits(
-    wavefront: bool, chunk: int, budget: int, max_num_seqs: int, lengths: list[int]
+    wavefront: bool, chunk: int | str, packing: str, budget: int, max_num_seqs: int, lengths: list[int]
 ) -> None:
     sizes = sizes_of(
         wavefront=wavefront,
         prefill_chunk_size=chunk,
+        packing=packing,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         max_model_len=64,
