@@ -61,6 +61,7 @@ class Request:
     Tokens before ``host_end`` come from the host; later ones CODA puts into the device's table itself.
     ``generation`` is unique in the scheduler's life; in-flight results of an older one are void.
     ``in_flight`` counts tasks planned and not applied. ``exits[i]`` is the depth at which output token ``i`` left.
+    ``started`` is how many positions were done when it (re)started: behind its frontier once it has run a row.
     ``cached_tokens`` is how much of the prompt the prefix cache had when the request first came to the device.
     ``held_depth`` is the depth at which the newest position waits for its coda row or the gate's decision, -1 if
     it does not wait. ``scored`` is the next prompt position that CODA has to score.
@@ -91,6 +92,7 @@ class Request:
         "scored",
         "slot",
         "spec",
+        "started",
         "swapped",
         "swapped_pages",
         "tokens",
@@ -129,6 +131,7 @@ class Request:
         self.lanes = [Lane(self, depth, cached, cached) for depth in range(depths)]
         self.lanes[0].limit = self.known
         self.completed = [cached] * depths
+        self.started = cached
         self.held_depth = -1
         self.host_end = len(self.tokens)
         unscored = self.spec.score_prompt and len(self.tokens) == self.num_prompt_tokens

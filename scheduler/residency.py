@@ -240,8 +240,8 @@ class Residency:
         if arrival in plan.swap_in:
             plan.swap_in.remove(arrival)  # it came back with this very plan: the host still has it
             self._keep_on_host(request, held)
-        elif (request.spec.request_id, request.generation) in plan.param_owner:
-            pass  # it came with this very plan and has run nothing
+        elif request.lanes[0].next == request.started:
+            pass  # it has run nothing: its pages hold what the prefix cache has, or nothing
         elif self.swapped_pages + held <= self._config.swap_pages:
             plan.swap_out.append(arrival)
             self._keep_on_host(request, held)

@@ -198,6 +198,26 @@ def test_prompts_that_were_left_out_to_fill_a_bucket_go_first_in_the_next_step()
     assert (harness.plans[-1].rows, harness.plans[-1].bucket) == (8, 8)
 
 
+def test_a_request_that_got_a_page_and_was_left_out_has_nothing_to_swap() -> None:
+    """Its row was put back to fill the bucket; preempted then, it starts anew."""
+    config = make_config(
+        packing="fill", depths=1, max_num_seqs=9, num_pages=300, reserve_worst_case=False, swap_pages=9
+    )
+    harness = Harness(config, Ladder([8, 16]), cost=make_cost(1, 1))
+    for name in "abcdefghi":
+        harness.add(name, 1, max_tokens=5)
+    plan = harness.plan()
+    assert plan is not None
+    assert (plan.rows, len(plan.page_id)) == (8, 9)
+    assert harness.scheduler.preempt("i")
+    harness.complete()
+    harness.run()
+    assert not any(plan.swap_out for plan in harness.plans)
+    for name in harness.specs:
+        harness.check_output(name)
+    harness.check_drained()
+
+
 # -- growing ---------------------------------------------------------------------------------------------------
 
 WORKLOADS = {

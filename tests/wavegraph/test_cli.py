@@ -219,7 +219,19 @@ def test_simulate_refuses_what_no_machine_holds(arguments: tuple[str, ...]) -> N
 
 def test_simulate_fills_or_pads_the_buckets_it_is_given() -> None:
     """One request of 37 tokens: auto runs the fewest steps, fifo pads each of them up to 48."""
-    case = ["simulate", "--requests", "1", "--prompt-len", "37", "--chunk", "auto", "--ladder", "default", "--json", "-"]
+    case = [
+        "simulate",
+        "--requests",
+        "1",
+        "--prompt-len",
+        "37",
+        "--chunk",
+        "auto",
+        "--ladder",
+        "default",
+        "--json",
+        "-",
+    ]
     filled, padded = (json.loads(run(*case, "--packing", packing, "--check").stdout) for packing in ("fill", "fifo"))
     assert (padded["steps"], padded["padding_rows"], padded["bucket_hits"]) == (4, 4 * 11, {"48": 4})
     assert filled["padding_rows"] < padded["padding_rows"]
