@@ -61,6 +61,20 @@ def test_the_error_is_that_of_buckets_left_out() -> None:
     assert left_out_errors(measured(1, 256)) == []
 
 
+def spread(rows: int, median: float, low: float, high: float) -> BucketMeasure:
+    return BucketMeasure(rows, 0.0, 0, 0, (ReplayTime(8, 0, median, low, high, 9),))
+
+
+def test_a_larger_bucket_is_faster_only_beyond_the_spread_of_both() -> None:
+    noise = [spread(8, 0.30, 0.20, 0.40), spread(16, 0.20, 0.18, 0.25), spread(32, 0.90, 0.80, 1.00)]
+    assert fit_cost(noise).core.seconds == pytest.approx((0.25, 0.25, 0.9))
+    real = [spread(8, 0.30, 0.28, 0.32), spread(16, 0.20, 0.19, 0.21), spread(32, 0.90, 0.80, 1.00)]
+    assert fit_cost(real).core.seconds == pytest.approx((0.3, 0.2, 0.9))
+    # A mean of two may be less than what stands before it.
+    chain = [spread(4, 0.28, 0.1, 0.5), spread(8, 0.30, 0.1, 0.5), spread(16, 0.20, 0.1, 0.5)]
+    assert fit_cost(chain).core.seconds == pytest.approx((0.26, 0.26, 0.26))
+
+
 def test_faster_replays_with_more_positions_are_noise_and_cost_nothing() -> None:
     model = fit_cost([bucket(8, {10: 0.5, 1000: 0.4})])
     assert model.seconds_per_position == 0

@@ -77,6 +77,41 @@ def test_a_thousand_random_instances_equal_brute_force(budgets: tuple[str, ...])
     assert refused < 125
 
 
+def best_by_bytes(histogram: Histogram, cost: CostModel, graphs: int, top: int, most: int) -> float:
+    """Least seconds of a ladder within ``most`` bytes, byte by byte: for sizes that brute force cannot do."""
+    # By the rows up to which steps are served, buckets used and bytes used.
+    best = {(0, 0, 0): 0.0}
+    for size in range(1, top + 1):
+        found: dict[tuple[int, int, int], float] = {}
+        for (below, count, used), seconds in best.items():
+            key = size, count + 1, used + cost.core.bytes(size)
+            if key[1] <= graphs and key[2] <= most:
+                steps = sum(histogram.get(rows, 0) for rows in range(below + 1, size + 1))
+                found[key] = min(found.get(key, np.inf), seconds + steps * cost.core.replay(size))
+        best |= found
+    return min(seconds for (served, _, _), seconds in best.items() if served == top)
+
+
+@pytest.mark.parametrize(("seed", "least_graphs", "most_graphs", "spare"), [(0, 3, 6, 16), (5, 2, 4, 20)])
+def test_budgets_bind_as_they_do_byte_by_byte(seed: int, least_graphs: int, most_graphs: int, spare: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(40):
+        top, graphs = draw.randint(10, 20), draw.randint(least_graphs, most_graphs)
+        rows = tuple(range(1, top + 1))
+        program = ProgramCost(
+            rows,
+            tuple(sorted(float(draw.randint(1, 40)) for _ in rows)),
+            (0.0,) * top,
+            tuple(draw.randint(1, 12) for _ in rows),
+        )
+        cost, histogram = CostModel(program), {size: draw.randint(0, 9) for size in rows}
+        most = program.bytes(top) + draw.randint(2, spare)
+        ladder = optimise(histogram, cost, max_graphs=graphs, max_bytes=most, max_rows=top)
+        assert ladder_bytes(ladder, cost) <= most
+        expected = best_by_bytes(histogram, cost, graphs, top, most)
+        assert predicted_seconds(histogram, ladder, cost) == pytest.approx(expected)
+
+
 def test_4096_row_counts_and_16_graphs() -> None:
     steps = np.random.default_rng(0).integers(1, 100, 4096)
     histogram = {rows: int(count) for rows, count in enumerate(steps, 1)}
