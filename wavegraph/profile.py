@@ -1,144 +1,40 @@
-"""Profiles a model's buckets on this machine: what `wavegraph.buckets.profile` drives, and what is made of it.
-
-CORE and CODA are replayed by themselves, on inputs that stay: spans of `SPAN_ROWS` rows, each of a request of its own,
-that end at a context. Keys and values are random, and lie in pages in random order.
-"""
+"""Profiles a model's buckets on this machine, and makes of it a ladder for a workload."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from wavegraph.bench.measure import machine_facts, matrix_rate, read_rate
+from wavegraph.bench.measure import machine_facts
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
-from wavegraph.buckets.optimise import Histogram
 from wavegraph.buckets.profile import Profile, candidate_rows, points_of, profile
 from wavegraph.buckets.robust import RobustLadder, optimise_robust
 from wavegraph.buckets.rules import compare
-from wavegraph.buckets.samples import Captured, Point, Samples
+from wavegraph.buckets.samples import Samples
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine, Progress
-from wavegraph.errors import ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.loading import checkpoint_dtype, load_model, resolve_checkpoint
-from wavegraph.model.sampling import Action
 from wavegraph.model.weights import Model
+from wavegraph.probe import SPAN_ROWS, EngineProbe
 from wavegraph.runner import AUTO, Runner, check_backend, make_runner
-from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import StepPlan
-from wavegraph.simulate import simulate
+from wavegraph.simulate import attended_positions, simulate
 from wavegraph.sizing import Sizes, derive
 from wavegraph.workload import Workload
 
-SPAN_ROWS = 16
 CONTEXTS = (64, 256, 1024)
 """Contexts that are measured where none are named: those that the model reaches."""
 
-HOST_REQUESTS, HOST_PROMPT, HOST_TOKENS = 8, 24, 8
 MAX_STEPS = 100_000
 
 Load = Callable[[Runner, int, Progress | None], Model]
 """Makes a model for a runner and a number of positions, and says how far it is."""
-
-
-class EngineProbe:
-    """Replays of an idle, synchronous engine (``run_ahead`` 1). Its pools and tables are written over: it is spent.
-
-    Raises `ConfigError` if ``contexts``, the largest of which must hold a span, do not fit the engine's pool.
-    """
-
-    def __init__(self, engine: Engine, contexts: Sequence[int], span_rows: int = SPAN_ROWS) -> None:
-        self._engine = engine
-        self._executor = engine.executor
-        self._span_rows = span_rows
-        self._pages = -(-max(contexts) // engine.executor.limits.page_size)
-        self._filled = False
-        limits = self._executor.limits
-        slots = -(-limits.max_rows // span_rows)
-        pages = slots * self._pages
-        if slots > min(limits.max_num_seqs, limits.max_spans) or pages > limits.num_pages:
-            raise ConfigError(
-                f"contexts: {slots} requests of {max(contexts)} positions need {slots} slots and {pages} pages, "
-                f"but the engine has {limits.max_num_seqs} and {limits.num_pages}; lower contexts, or the largest batch"
-            )
-        if min(contexts) < min(span_rows, limits.max_rows):
-            raise ConfigError(f"contexts: {min(contexts)} cannot end a span of {span_rows} rows; raise it")
-
-    def captured(self) -> Iterator[Captured]:
-        """Facts of each recording."""
-        for program, ladder in (("core", self._executor.core), ("coda", self._executor.coda)):
-            for rows, facts in ladder.facts.items():
-                yield Captured(program, rows, facts.seconds, facts.bytes, facts.nodes)
-
-    def host_seconds(self) -> list[float]:
-        """Steps of `HOST_REQUESTS` requests together, prompt and output, each without its replays."""
-        engine, length = self._engine, self._executor.limits.max_model_len
-        prompt = max(1, min(HOST_PROMPT, length - HOST_TOKENS))
-        params = SamplingParams(max_tokens=min(HOST_TOKENS, length - prompt), ignore_eos=True)
-        for index in range(HOST_REQUESTS):
-            engine.add_request(str(index), [(index + 1) % engine.model.config.vocab_size] * prompt, params)
-        seconds = []
-        while engine.has_unfinished:
-            replayed, started = self._replay_seconds(), perf_counter()
-            engine.step()
-            seconds.append(perf_counter() - started - (self._replay_seconds() - replayed))
-        return seconds
-
-    def _replay_seconds(self) -> float:
-        stats = self._executor.stats
-        return sum(each.seconds for each in (stats.core, stats.coda, stats.coda_full, stats.copy_exits, stats.tables))
-
-    def rates(self) -> dict[str, float]:
-        """Memory read rate in GB/s, matrix rate in TFLOP/s."""
-        return {"read_gbs": read_rate(), "matrix_tflops": matrix_rate(self._engine.model.dtype)}
-
-    def prepare(self, point: Point) -> int:
-        """Lay out the spans of a CORE bucket, or the rows of a CODA bucket."""
-        io = self._executor.io
-        if not self._filled:
-            self._fill_pools()
-            self._filled = True
-        io.span_count.zero_()
-        if point.program == "coda":
-            io.coda_slot[: point.rows] = torch.arange(point.rows, dtype=torch.int32)
-            io.coda_pos.zero_()
-            io.coda_depth.fill_(self._engine.model.config.total_ut_steps - 1)
-            io.coda_action.fill_(Action.SAMPLE)
-            return 0
-        spans = -(-point.rows // self._span_rows)
-        counts = torch.full((spans,), self._span_rows, dtype=torch.int32)
-        counts[-1] = point.rows - (spans - 1) * self._span_rows
-        io.header[:2] = torch.tensor([spans, point.rows], dtype=torch.int32)
-        io.span_slot[:spans] = torch.arange(spans, dtype=torch.int32)
-        io.span_depth[:spans] = torch.arange(spans, dtype=torch.int32) % self._engine.model.config.total_ut_steps
-        io.span_start[:spans] = point.context - counts
-        io.span_count[:spans] = counts
-        return sum(count * (point.context - count) + count * (count + 1) // 2 for count in counts.tolist())
-
-    def replay(self, point: Point) -> None:
-        """One replay."""
-        program = self._executor.core if point.program == "core" else self._executor.coda
-        program.replay(point.rows, point.rows)
-
-    def _fill_pools(self) -> None:
-        """The same random keys and values in every page, and pages for every slot; those of spans are theirs alone."""
-        pools, io, limits = self._executor.pools, self._executor.io, self._executor.limits
-        io.header.zero_()
-        for entries in (io.span_slot, io.token_slot, io.page_slot, io.param_slot, io.coda_slot):
-            entries.fill_(limits.scratch_slot)  # no updates that a step of `host_seconds` left are made again
-        for pool in (pools.k, pools.v, pools.hidden):
-            pool[0].normal_()
-            pool[1:] = pool[:1]
-        table = io.page_table[:-1]
-        slots, blocks = (torch.arange(size) for size in table.shape)
-        order = torch.randperm(limits.num_pages, generator=torch.Generator().manual_seed(0))
-        table.copy_(order[(slots[:, None] * self._pages + blocks) % limits.num_pages])
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +164,10 @@ class Subject:
         words = f"{facts['cpu']}, {facts['threads']} threads, {facts['backend']} ({facts['isa']}), {facts['dtype']}"
         return profile(connect, points, samples, source=words, progress=on_measure)
 
-    def wanted(self, workload: Workload, cost: CostModel, on_simulate: Progress | None = None) -> list[int]:
-        """Rows that CORE wants in each step of a workload, from the scheduler itself, on virtual time.
+    def schedule(
+        self, workload: Workload, cost: CostModel, ladder: Ladder | None = None, on_simulate: Progress | None = None
+    ) -> "Schedule":
+        """The steps that the scheduler makes of a workload, on virtual time; without a ``ladder`` at any row count.
 
         Requests are cut to the model's length, and share no prefix; a workload of more than `MAX_STEPS` steps is cut
         there.
@@ -277,21 +175,26 @@ class Subject:
         config = replace(self.config, prefix_cache=False)
         sizes = derive(config, self.shape, self.dtype, dense_attention=self.runner.ops.dense_attention)
         rows: list[int] = []
+        run, seconds = 0, 0.0
 
         def note(plan: StepPlan) -> None:
-            if plan.rows:
-                rows.append(plan.rows)
+            nonlocal run, seconds
+            rows.extend([plan.rows] * bool(plan.rows))
+            run += plan.bucket
+            seconds += cost.step_seconds(plan.bucket, attended_positions(plan), plan.coda_bucket)
 
         simulate(
             workload.limited(sizes.scheduler.max_model_len),
             sizes.scheduler,
+            ladder=ladder,
+            coda_ladder=sizes.coda_ladder if ladder is not None else None,
             cost=cost,
             run_ahead=self.config.run_ahead_steps,
             max_steps=MAX_STEPS,
             progress=on_simulate,
             on_plan=note,
         )
-        return rows
+        return Schedule(tuple(rows), seconds, 1 - sum(rows) / run if run else 0.0)
 
     def weights(self) -> dict[str, int]:
         """Bytes of the layers' products that a replay of CORE reads, and floating-point operations of a row."""
@@ -301,17 +204,40 @@ class Subject:
         return {"weight_bytes": count * self.dtype.itemsize, "row_flops": 2 * count}
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Steps of a workload: rows of each, predicted seconds of all, and the share of replayed rows that is padding."""
+
+    rows: tuple[int, ...]
+    seconds: float
+    padding: float
+
+
 def report(
-    subject: Subject, measured: Profile, wanted: Sequence[int], workload: Workload, budget: Budget
+    subject: Subject,
+    measured: Profile,
+    workload: Workload,
+    budget: Budget,
+    on_simulate: Progress | None = None,
 ) -> dict[str, Any]:
     """All that was found, JSON types: what is measured, the recommended ladder, and how others do beside it.
 
-    The ladder is `optimise_robust`'s for the rows ``wanted`` by the steps of ``workload``.
+    The ladder is `optimise_robust`'s for the rows that the scheduler wants in each step of ``workload``. For each
+    ladder there is what these steps take if every one is padded up to its bucket, and, as ``scheduled_seconds``,
+    ``scheduled_padding`` and ``scheduled_steps``, what the scheduler makes of the workload when it has this ladder;
+    that includes attention and CODA.
     """
     cost = measured.cost()
-    top = subject.config.row_budget
-    robust = optimise_robust(wanted, cost, max_rows=top, **asdict(budget))
+    wanted = subject.schedule(workload, cost, on_simulate=on_simulate).rows
+    robust = optimise_robust(wanted, cost, max_rows=subject.config.row_budget, **asdict(budget))
     histogram = Counter(wanted)
+    ladders = []
+    for each in compare(histogram, cost, robust.ladder):
+        plain = {name: getattr(each, name) for name in each.__slots__ if name != "ladder"}
+        plan = subject.schedule(workload, cost, each.ladder, on_simulate)
+        plain |= {"scheduled_seconds": plan.seconds, "scheduled_padding": plan.padding}
+        plain |= {"scheduled_steps": len(plan.rows), "padding_share": each.padding_share}
+        ladders.append({**plain, "sizes": list(each.ladder.sizes)})
     return {
         **subject.fingerprint(),
         "commit": machine_facts()["commit"],
@@ -329,18 +255,10 @@ def report(
         "budget": asdict(budget),
         "ladder": list(robust.ladder.sizes),
         "robust": _scores(robust),
-        "ladders": _ladders(histogram, cost, robust.ladder),
+        "ladders": ladders,
     }
 
 
 def _scores(robust: RobustLadder) -> dict[str, float]:
     names = ("smoothing", "fitted_seconds", "held_out_seconds", "unsmoothed_seconds", "loss")
     return {name: getattr(robust, name) for name in names}
-
-
-def _ladders(histogram: Histogram, cost: CostModel, ladder: Ladder) -> list[dict[str, Any]]:
-    table = []
-    for each in compare(histogram, cost, ladder):
-        facts = {name: getattr(each, name) for name in each.__slots__ if name != "ladder"}
-        table.append({**facts, "sizes": list(each.ladder.sizes), "padding_share": each.padding_share})
-    return table

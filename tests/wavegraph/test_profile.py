@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from wavegraph.buckets.cost import CostModel
+from wavegraph.buckets.ladder import Ladder
 from wavegraph.buckets.samples import Point, Samples
 from wavegraph.capture.bundle import add_cost, read_bundle
 from wavegraph.cli import main
@@ -19,7 +20,8 @@ from wavegraph.errors import BundleError, ConfigError
 from wavegraph.llm import LLM
 from wavegraph.model.loading import load_model
 from wavegraph.precompile import precompile
-from wavegraph.profile import EngineProbe, Subject
+from wavegraph.probe import EngineProbe
+from wavegraph.profile import Subject
 from wavegraph.simulate import attended_positions
 from wavegraph.workload import Workload
 
@@ -162,6 +164,10 @@ def test_the_ladder_is_for_the_rows_that_the_scheduler_wants(profiled: tuple[Pat
     ours, *others = found["ladders"]
     assert ours["sizes"] == found["ladder"]
     assert {each["name"] for each in others} >= {"vLLM", "SGLang", "TensorRT-LLM", "powers of two"}
+    for each in found["ladders"]:
+        assert each["scheduled_steps"] > 0
+        assert each["scheduled_seconds"] > 0
+        assert 0 <= each["scheduled_padding"] < 1
     assert found["robust"]["held_out_seconds"] >= found["robust"]["fitted_seconds"] > 0
 
 
@@ -242,8 +248,13 @@ def test_a_bucket_costs_what_was_measured_before(tmp_path: Path) -> None:
     assert cost.core.replay(40) > cost.core.replay(1) > 0
     assert cost.coda is not None
     assert torch.get_num_threads() == subject.fingerprint()["threads"]
-    wanted = subject.wanted(Workload.at_once("two", [30, 30], 3), cost)
-    assert sum(wanted) == subject.shape.total_ut_steps * 64
+    plans = subject.schedule(Workload.at_once("two", [30, 30], 3), cost)
+    assert sum(plans.rows) == subject.shape.total_ut_steps * 64
+    assert plans.padding == 0
+    assert plans.seconds > len(plans.rows) * cost.host_seconds
+    padded = subject.schedule(Workload.at_once("two", [30, 30], 3), cost, Ladder([40]))
+    assert padded.padding == 1 - sum(padded.rows) / (40 * len(padded.rows))
+    assert padded.seconds > plans.seconds
 
 
 # -- bundles -----------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine, Progress
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.weights import Model, model_from_tensors
-from wavegraph.profile import Budget, EngineProbe, Subject
+from wavegraph.probe import EngineProbe
+from wavegraph.profile import Budget, Subject
 from wavegraph.runner import Runner
 from wavegraph.workload import Workload
 
@@ -50,7 +51,7 @@ def bench_ladder(
         samples = Samples(Path(folder, "samples.jsonl"), subject.fingerprint())
         measured = subject.measure(samples, on_measure=on_measure)
     cost = measured.cost()
-    wanted = subject.wanted(workload, cost)
+    wanted = subject.schedule(workload, cost).rows
     top = config.row_budget
     robust = optimise_robust(wanted, cost, max_rows=top, **asdict(budget))
     ladders = {"optimised": robust.ladder} | {name: rule(top) for name, rule in RULES.items()}

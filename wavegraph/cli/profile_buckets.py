@@ -85,10 +85,9 @@ def profile_buckets_command(
     bars = Bars()
     subject = _subject(model, bars, given)
     measured = _measure(subject, bars, out, given["fresh"])
-    cost = measured.cost()
     with bars.show("Simulating") as on_simulate:
-        wanted = subject.wanted(workload, cost, on_simulate)
-    result = report(subject, measured, wanted, workload, Budget(max_graphs, max_bytes, max_capture_seconds))
+        budget = Budget(max_graphs, max_bytes, max_capture_seconds)
+        result = report(subject, measured, workload, budget, on_simulate)
     text = to_json(result)
     _write(out / PROFILE, text + "\n")
     _write(out / PAGE, _page(result, model))
@@ -101,7 +100,7 @@ def profile_buckets_command(
             page_size=given["page_size"],
             on_build=bars.note("Compiling operators (once)"),
         )
-        add_cost(bundle, cost)
+        add_cost(bundle, measured.cost())
     if json_path is not None:
         write_json(json_path, text)
     else:
@@ -168,7 +167,7 @@ def _show(result: dict[str, Any], out: Path) -> None:
             *(_milliseconds(replays[each]) if each in replays else "" for each in contexts),
             f"{bucket['rows'] / first['median']:,.0f}",
         )
-    ladders = Table("ladder", "buckets", "predicted s", "saving", "padding", "record s")
+    ladders = Table("ladder", "buckets", "padded up: s", "saving", "padding", "scheduled: s", "padding", "record s")
     for each in result["ladders"]:
         ladders.add_row(
             each["name"],
@@ -176,6 +175,8 @@ def _show(result: dict[str, Any], out: Path) -> None:
             f"{each['seconds']:.3f}",
             f"{each['saving']:.1%}",
             f"{each['padding_share']:.1%}",
+            f"{each['scheduled_seconds']:.3f}",
+            f"{each['scheduled_padding']:.1%}",
             f"{each['capture_seconds']:.2f}",
         )
     console = Console(width=120)
