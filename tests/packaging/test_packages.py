@@ -75,10 +75,7 @@ def test_built_in_model_works_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
         "files = wavegraph.builtin.builtin_path().iterdir()\n"
         "print(wavegraph.__file__, wavegraph.scheduler.__file__, *files, sep='\\n')"
     )
-    environment = os.environ | {
-        "PYTHONPATH": str(tmp_path / "site"),
-        "WAVEGRAPH_CACHE": str(tmp_path / "cache"),
-    }
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     run = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
@@ -91,4 +88,4 @@ def test_built_in_model_works_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     first, second, *files = map(Path, run.stdout.split("\n")[:-1])
     assert first == tmp_path / "site/wavegraph/__init__.py"
     assert second == tmp_path / "site/wavegraph/scheduler/__init__.py"
-    assert {file.name for file in files} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in files} == {"MODEL_CARD.md", "config.json", "model.safetensors", "tokenizer.json"}

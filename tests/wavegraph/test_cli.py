@@ -1,8 +1,10 @@
 """The command line: results on stdout, one sentence on stderr, an exit code that says whose fault it was."""
 
+import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -294,19 +296,26 @@ def test_info_describes_a_model_without_reading_weights(tmp_path: Path) -> None:
 
 
 def test_demo_shows_both_modes_and_equal_tokens() -> None:
-    arguments = ("demo", "--prompt", "Waves follow each other. " * 3, "--max-tokens", "2", "--repeats", "1")
+    arguments = ("demo", "--prompt", "Waves follow each other. " * 3, "--max-tokens", "8", "--repeats", "1")
     result = run(*arguments, "--max-batched-tokens", "32")
     assert result.exit_code == 0, result.stderr
     assert "tokens are equal" in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert re.match(r"Early exit \(exact\) at threshold 0\.3, .* steps a token instead of 4\.00, ", last)
+    assert "all 32 tokens and exits equal the float64 reference's" in last
     content = json.loads(run(*arguments, "--max-batched-tokens", "32", "--json", "-").stdout)
     off, on = content["modes"]
     assert content["tokens_equal"] is True
+    exits = content["early_exit"]
+    assert exits["full_depth"]["steps_per_token"] == 4.0
+    assert 1.0 <= exits["early"]["steps_per_token"] < 4.0
+    assert exits["equal_to_reference"] is True
     assert (off["wavefront"], on["wavefront"]) == (False, True)
     assert on["steps"] < off["steps"]
     assert on["rows_per_step"] > off["rows_per_step"]
 
 
-DEMO = ("demo", "--prompt", "Waves.", "--max-tokens", "1", "--repeats", "1", "--max-batched-tokens", "8")
+DEMO = ("demo", "--prompt", "Waves.", "--max-tokens", "2", "--repeats", "1", "--max-batched-tokens", "8")
 
 
 def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +332,30 @@ def test_demo_fails_if_the_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> Non
     result = run(*DEMO)
     assert result.exit_code == 1
     assert "different tokens" in result.stderr
+
+
+@pytest.mark.parametrize("field", ["token_ids", "exit_depths"])
+def test_demo_fails_if_early_exit_differs_from_the_reference(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wavegraph.cli import demo
+
+    measure = demo.measure_exits
+
+    def lie(*arguments: Any) -> Any:
+        full, early = measure(*arguments)
+        first, *rest = getattr(early.outputs[0], field)
+        early.outputs[0] = dataclasses.replace(early.outputs[0], **{field: (first ^ 1, *rest)})
+        return full, early
+
+    monkeypatch.setattr(demo, "measure_exits", lie)
+    result = run(*DEMO)
+    assert result.exit_code == 1
+    assert "than the float64 reference, so one of them is wrong" in result.stderr
+
+
+def test_demo_asks_the_reference_only_where_the_answer_must_be_the_same() -> None:
+    result = run(*DEMO, "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.stderr
+    assert "not compared with the reference" in result.stdout.splitlines()[-1]
 
 
 def test_demo_needs_a_tokenizer() -> None:

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from wavegraph.builtin import PackagedModel
+from wavegraph.builtin import builtin_path
 from wavegraph.text import OutputText
 from wavegraph.tokenizer import Tokenizer
 
-FAST = FastTokenizer.from_str(PackagedModel.load().tokenizer.decode())
+FAST = FastTokenizer.from_file(str(builtin_path() / "tokenizer.json"))
 TOKENIZER = Tokenizer(FAST)
 
 ALPHABET = "ab €😀\ufffd"

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from wavegraph.cli.common import emit, json_output, to_json, write_json
 from wavegraph.cli.engine import Bars, engine_options, import_engine, load, model_path, take_options
+from wavegraph.cli.exits import check_exits, describe, measure_exits, sentence
 from wavegraph.errors import EngineError, InputError
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
@@ -18,15 +20,40 @@ from wavegraph.sampling import SamplingParams
 if TYPE_CHECKING:
     from wavegraph.llm import LLM
 
-PASSAGE = (
-    "A looped model reads every token several times with the same layers. The first pass over a word needs only "
-    "the first passes over the words before it; it need not wait until those have been thought through to the "
-    "end. So the second pass over the beginning can run beside the first pass over what follows, and the third "
-    "beside both, as waves follow each other up a beach: none overtakes the one before, and none waits for it to "
-    "run out. A step that would have carried sixteen rows carries sixty-four, and the weights, which cost the "
-    "same to read for either, are read a quarter as often. Nothing else changes. Each row sees the same keys and "
-    "values that it would have seen, in the same order, and the tokens that come out are the same."
-)
+PASSAGE = '''"""Rows of text, padded to columns.
+
+This module implements a class and a few functions that take an iterable of strings and return them in columns of
+equal width. The following functions are defined:
+
+"""
+
+import sys
+from itertools import zip_longest
+
+
+class Columns:
+    """A list of rows that can be formatted.
+
+    The optional argument *width* is the number of characters of a column. If it is not given, the width of the
+    longest string is used. If *fill* is given, it must be a string of length 1.
+    """
+
+    def __init__(self, width=None, fill=" "):
+        self.width = width
+        self.fill = fill
+        self.rows = []
+
+    def append(self, row):
+        """Add a row. Raise a ValueError if it is too long."""
+        if self.width is not None and len(row) > self.width:
+            raise ValueError("row is too long")
+        self.rows.append(row)
+
+    def'''
+"""In the manner of what the built-in model was trained on: a module of a Python library."""
+
+_SHOWN = 120
+"""Characters of a prompt's end that are printed."""
 
 FRACTIONS = (1.0, 0.55, 0.25, 0.08)
 """The prompts: beginnings of the text, of uneven length, so that the longest runs on alone."""
@@ -44,20 +71,26 @@ DEFAULTS: dict[str, Any] = {
 @click.command("demo")
 @click.argument("model", default="builtin")
 @click.option("--prompt", "text", default=PASSAGE, metavar="TEXT", help="A text; its beginnings are the prompts.")
-@click.option("--max-tokens", type=int, default=24, show_default=True, metavar="N", help="Tokens to generate each.")
+@click.option(
+    "--max-tokens", type=click.IntRange(2), default=48, show_default=True, metavar="N", help="Tokens to generate each."
+)
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs of each mode.")
 @engine_options(without=("wavefront",), max_model_len="what the prompts need", **DEFAULTS)
 @json_output
 def demo_command(model: str, text: str, max_tokens: int, repeats: int, json_path: Path | None, **given: Any) -> None:
     """Generate from MODEL with the wavefront off and on; fails unless the tokens are equal.
 
-    Prints the text, and for each mode how full its steps were and how fast it was: medians of interleaved runs
-    after a warm-up. MODEL is 'builtin' if left out; its weights are random, so its text means nothing.
+    Prints the text, for each mode how full its steps were and how fast it was, and what early exit saves: medians of
+    interleaved runs after a warm-up. MODEL is 'builtin' if left out; its text reads like Python's documentation and
+    sources, on which it was trained.
     """
     import_engine()
+    from wavegraph.model.loading import resolve_checkpoint
+
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     prompts = [text[: max(1, int(len(text) * fraction))] for fraction in FRACTIONS]
-    defaults = {**DEFAULTS, "max_model_len": _count_tokens(model, text) + max_tokens}
+    folder = resolve_checkpoint(model_path(model))
+    defaults = {**DEFAULTS, "max_model_len": _count_tokens(folder, text) + max_tokens}
     bars = Bars()
     off, on = (
         _Mode(on, load(model, take_options({**given, "wavefront": on}, **defaults), bars)) for on in (False, True)
@@ -67,20 +100,20 @@ def demo_command(model: str, text: str, max_tokens: int, repeats: int, json_path
             for mode in (off, on):
                 mode.run(prompts, params, warm_up=repeat == 0)
             move(repeat + 1, repeats + 1)
-    equal = [one.token_ids for one in off.outputs] == [other.token_ids for other in on.outputs]
+        equal = [one.token_ids for one in off.outputs] == [other.token_ids for other in on.outputs]
+        if not equal:
+            raise EngineError("wavefront off and on generated different tokens, so one of them is wrong")
+        ways = measure_exits(on.llm, prompts, params, repeats)
+        exits = describe(*ways, check_exits(on.llm, folder, ways[1].outputs))
     if json_path is not None:
-        write_json(json_path, to_json({"tokens_equal": equal, "modes": [off.row(), on.row()]}))
+        write_json(json_path, to_json({"tokens_equal": True, "modes": [off.row(), on.row()], "early_exit": exits}))
     else:
-        _print(on.outputs, (off.row(), on.row()), "tokens are equal" if equal else "TOKENS DIFFER")
-    if not equal:
-        raise EngineError("wavefront off and on generated different tokens, so one of them is wrong")
+        _print(on.outputs, (off.row(), on.row()), sentence(exits))
 
 
-def _count_tokens(model: str, text: str) -> int:
-    from wavegraph.model.loading import resolve_checkpoint
+def _count_tokens(folder: Path, text: str) -> int:
     from wavegraph.tokenizer import Tokenizer
 
-    folder = resolve_checkpoint(model_path(model))
     tokenizer = Tokenizer.load(folder)
     if tokenizer is None:
         raise InputError(f"{folder}: has no tokenizer.json, and the demo starts from text; see `wavegraph generate`")
@@ -125,21 +158,22 @@ def _speeds(outputs: list[RequestOutput]) -> dict[str, float]:
     }
 
 
-def _print(outputs: list[RequestOutput], rows: tuple[dict[str, Any], ...], title: str) -> None:
+def _print(outputs: list[RequestOutput], rows: tuple[dict[str, Any], ...], last: str) -> None:
     console = Console()
     with console.capture() as captured:
-        _show(console, outputs, rows, title)
+        _show(console, outputs, rows)
+        console.print(last, markup=False, highlight=False, soft_wrap=True)
     emit(captured.get(), newline=False)
 
 
-def _show(console: Console, outputs: list[RequestOutput], rows: tuple[dict[str, Any], ...], title: str) -> None:
+def _show(console: Console, outputs: list[RequestOutput], rows: tuple[dict[str, Any], ...]) -> None:
     for output in outputs:
         prompt = output.prompt or ""
-        shown = prompt if len(prompt) <= 60 else f"{prompt[:28]} … {prompt[-28:]}"
-        console.print(
-            f"{len(output.prompt_token_ids)} tokens: {shown!r} -> {output.text!r}", markup=False, highlight=False
-        )
-    table = Table(title=title)
+        shown = prompt if len(prompt) <= _SHOWN else f"… {prompt[-_SHOWN:]}"
+        console.print(f"After {len(output.prompt_token_ids)} tokens:", style="bold")
+        console.print(Text(shown, style="dim").append(output.text or "", style="not dim"), soft_wrap=True)
+        console.print()
+    table = Table(title="tokens are equal")
     for name in ("wavefront", "steps", "rows/step", "padding", "prompt tok/s", "first token", "output tok/s"):
         table.add_column(name, justify="right")
     for row in rows:
