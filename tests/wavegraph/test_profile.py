@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from wavegraph.buckets.cost import CostModel
+from wavegraph.buckets.cost import CostModel, ProgramCost
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.buckets.samples import Point, Samples
 from wavegraph.capture.bundle import add_cost, read_bundle
@@ -21,7 +21,7 @@ from wavegraph.llm import LLM
 from wavegraph.model.loading import load_model
 from wavegraph.precompile import precompile
 from wavegraph.probe import EngineProbe
-from wavegraph.profile import Subject
+from wavegraph.profile import Budget, Schedule, Subject, recommend
 from wavegraph.simulate import attended_positions
 from wavegraph.workload import Workload
 
@@ -255,6 +255,32 @@ def test_a_bucket_costs_what_was_measured_before(tmp_path: Path) -> None:
     padded = subject.schedule(Workload.at_once("two", [30, 30], 3), cost, Ladder([40]))
     assert padded.padding == 1 - sum(padded.rows) / (40 * len(padded.rows))
     assert padded.seconds > plans.seconds
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_the_fastest_bucket_gets_a_place_if_the_scheduler_does_better_with_it(
+    helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 rows a step are the most rows a second, and no step wants them."""
+    rows = (1, 11, 12, 13, 40)
+    cost = CostModel(ProgramCost(rows, (1.0, 1.5, 1.5, 3.0, 8.0), (0.1,) * 5, (10, 11, 12, 13, 40)), source="a test")
+    subject = Subject.find(TINY, SMALL, contexts=[64], candidates=[1])
+
+    def schedule(self: Subject, workload: Workload, cost: CostModel, ladder: Ladder) -> Schedule:
+        return Schedule((), 1.0 + ((12 in ladder.sizes) != helps), 0.0)
+
+    monkeypatch.setattr(Subject, "schedule", schedule)
+    workload, wanted = Workload.at_once("", [1]), [30, 40] * 16
+
+    def sizes(budget: Budget) -> tuple[int, ...]:
+        return recommend(subject, wanted, cost, workload, budget).ladder.sizes
+
+    assert sizes(Budget(3)) == ((12, 30, 40) if helps else (30, 40))
+    assert sizes(Budget(2)) == ((12, 40) if helps else (30, 40))
+    assert sizes(Budget(1)) == (40,)
+    assert sizes(Budget(3, max_bytes=72)) == ((12, 40) if helps else (30, 40))
+    assert sizes(Budget(3, max_bytes=50)) == (40,)
+    assert sizes(Budget(3, max_capture_seconds=0.15)) == (40,)
 
 
 # -- bundles -----------------------------------------------------------------------------------------------
