@@ -51,8 +51,6 @@ def build_engine(
     check_backend(backend)
     if isinstance(cost, str | Path):
         cost = CostModel.from_file(cost)
-    if config.target_itl_ms is not None:
-        require_measured(cost)
     folder = resolve_checkpoint(path)
     tokenizer = Tokenizer.load(folder)
     if config.threads is not None:
@@ -63,6 +61,8 @@ def build_engine(
     if package is not None:
         config = with_bundle(config, package, shape, torch_dtype)
         cost = cost if cost is not None else package.cost
+    if config.target_itl_ms is not None:
+        require_measured(cost)
     runner = make_runner(backend, torch_dtype, on_build, package)
     sizes = derive(config, shape, torch_dtype, dense_attention=runner.ops.dense_attention)
     with _allocation_refused():

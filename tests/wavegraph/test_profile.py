@@ -22,6 +22,7 @@ from wavegraph.model.loading import load_model
 from wavegraph.precompile import precompile
 from wavegraph.probe import EngineProbe
 from wavegraph.profile import Budget, Schedule, Subject, recommend
+from wavegraph.sampling import SamplingParams
 from wavegraph.simulate import attended_positions
 from wavegraph.workload import Workload
 
@@ -293,8 +294,10 @@ def test_the_result_goes_into_a_bundle(profiled: tuple[Path, str], workload: Pat
     cost = CostModel.from_dict(found["cost"])
     assert read_bundle(bundle).cost == cost
     assert list(read_bundle(bundle).ladder.sizes) == found["ladder"]
-    with LLM(TINY, EngineConfig(max_num_seqs=6, max_model_len=64), bundle=bundle) as llm:
+    # Only with measured costs may a target be set.
+    with LLM(TINY, EngineConfig(max_num_seqs=6, max_model_len=64, target_itl_ms=100), bundle=bundle) as llm:
         assert llm.engine.scheduler.cost == cost
+        assert llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))[0].finished
         assert list(llm.engine.sizes.ladder.sizes) == found["ladder"]
     with LLM(TINY, EngineConfig(max_num_seqs=6, max_model_len=64), bundle=bundle, cost=CostModel.assumed(40)) as llm:
         assert llm.engine.scheduler.cost == CostModel.assumed(40)
