@@ -72,6 +72,7 @@ def simulate(
     ladder: Ladder | None = None,
     coda_ladder: Ladder | None = None,
     cost: CostModel | None = None,
+    prices: CostModel | None = None,
     run_ahead: int = 1,
     check: bool = False,
     max_steps: int | None = None,
@@ -81,12 +82,13 @@ def simulate(
     """Run a workload to its end, or for ``max_steps``.
 
     Every step's sampled tokens are 0, and no token ends its request early. Without a ``ladder`` a step's bucket is its
-    row count; without a ``cost``, `CostModel.assumed`. ``run_ahead`` is the engine's: 1 takes each step's result before
-    the next is planned. ``check`` verifies each plan with the independent `Checker` (outside the timed part).
-    ``progress`` is told ``(rows done, rows in all)`` after each step, ``on_plan`` is given each plan. Raises
-    `RequestError` for a request that could never be served.
+    row count; without a ``cost``, `CostModel.assumed`. ``prices`` is what steps take, if that is not the ``cost`` that
+    the scheduler decides by. ``run_ahead`` is the engine's: 1 takes each step's result before the next is planned.
+    ``check`` verifies each plan with the independent `Checker` (outside the timed part). ``progress`` is told
+    ``(rows done, rows in all)`` after each step, ``on_plan`` is given each plan. Raises `RequestError` for a request
+    that could never be served.
     """
-    run = _Simulation(workload, config, ladder, coda_ladder, cost, run_ahead, check, on_plan)
+    run = _Simulation(workload, config, ladder, coda_ladder, cost, prices, run_ahead, check, on_plan)
     total = config.depths * sum(each.prompt_tokens + each.output_tokens - 1 for each in workload.requests)
     while run.advance(max_steps):
         if progress is not None:
@@ -117,6 +119,7 @@ class _Simulation:
         ladder: Ladder | None,
         coda_ladder: Ladder | None,
         cost: CostModel | None,
+        prices: CostModel | None,
         run_ahead: int,
         check: bool,
         on_plan: Callable[[StepPlan], None] | None,
@@ -124,7 +127,7 @@ class _Simulation:
         self._on_plan = on_plan
         self.scheduler = Scheduler(config, ladder, coda_ladder, cost)
         self._checker = Checker(config, ladder, coda_ladder, self.scheduler.cost) if check else None
-        self._cost = self.scheduler.cost
+        self._prices = prices if prices is not None else self.scheduler.cost
         self._run_ahead = run_ahead
         self._coming = deque(enumerate(workload.requests))
         self._requests: dict[str, tuple[Arrival, Timeline]] = {}
@@ -185,9 +188,9 @@ class _Simulation:
             self._checker.check(plan)
         if self._on_plan:
             self._on_plan(plan)
-        cost = self._cost
-        self._host += cost.host_seconds
-        replays = cost.step_seconds(plan.bucket, attended_positions(plan), plan.coda_bucket) - cost.host_seconds
+        prices = self._prices
+        self._host += prices.host_seconds
+        replays = prices.step_seconds(plan.bucket, attended_positions(plan), plan.coda_bucket) - prices.host_seconds
         self._device = max(self._host, self._device) + replays
         self._flights.append(_Flight(plan, self._device))
         return True
@@ -226,7 +229,7 @@ class _Simulation:
             coda_steps=stats.coda_steps,
             host_us_per_step=round(statistics.median(self._seconds or [0.0]) * 1e6, 1),
             host_us_full_step=round(statistics.median(full or [0.0]) * 1e6, 1),
-            unit="s" if self._cost.measured else "cost",
+            unit="s" if self._prices.measured else "cost",
             duration=self._host,
             finished=self._finished,
             prompt_tokens=prompt,

@@ -21,7 +21,7 @@ from wavegraph.cli import main
 from wavegraph.model.weights import RopeTables
 from wavegraph.runner import make_runner
 from wavegraph.scheduler.plan import Kind
-from wavegraph.workload import Workload
+from wavegraph.workload import Arrival, Workload
 
 SIZES = ["--hidden", "64", "--layers", "2", "--heads", "2", "--head-dim", "32", "--inner", "96", "--repeats", "1"]
 
@@ -139,6 +139,21 @@ def test_the_cost_is_that_of_replays_and_leaves_the_engine_as_it_was() -> None:
         assert int(io.row_pos[:rows].max()) == 23
         places = set(zip(*(field[:rows].tolist() for field in (io.row_slot, io.row_pos, io.row_depth)), strict=True))
         assert len(places) == rows
+    rig.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": "fifo", "prefill_chunk_size": 4}, {"wavefront": False}])
+def test_a_simulation_takes_the_steps_of_the_engine(options: dict[str, Any]) -> None:
+    """Planning ahead included: requests that wait are admitted as late as in the engine."""
+    shape = Shape(hidden=64, layers=1, heads=2, head_dim=32, inner=64, vocab=64, page_size=8, dtype="float32")
+    rig = Rig(shape, 3, 40, 24, 2, "auto")
+    config = rig.variant(**options)
+    workload = Workload("w", tuple(Arrival(0, length, 1 + length % 5) for length in (30, 3, 17, 1, 24, 8)))
+    rig.measure_cost()
+    run, simulated = rig.run(config, workload), rig._simulate(config, workload)
+    assert (run.steps, run.rows, run.padding_rows) == (simulated.steps, simulated.rows, simulated.padding_rows)
+    assert sum(len(each.tokens) for each in run.timelines.values()) == simulated.output_tokens
+    assert simulated.unit == "s"
     rig.close()
 
 

@@ -124,6 +124,20 @@ def test_a_run_can_be_cut_short() -> None:
     assert simulate(workload, config(workload), cost=COST, max_steps=1).as_dict()["ttft"] is None
 
 
+def test_prices_are_paid_and_the_cost_is_decided_by() -> None:
+    """The scheduler fills the bucket that its cost prefers, whatever the price of it."""
+    workload = Workload.at_once("w", [12], 1)
+    ladder = Ladder([1, 4, 8])
+    limits = config(workload, depths=1, prefill_chunk_size=8, packing="fill")
+    dear = CostModel(ProgramCost((1, 4, 8), (1.0, 1.0, 9.0), (0.0,) * 3, (0,) * 3), source="by hand")
+    flat = CostModel(ProgramCost((1, 8), (2.0, 2.0), (0.0, 0.0), (0, 0)), source="by hand")
+    hits = {4: 3}
+    own = simulate(workload, limits, ladder=ladder, cost=dear)
+    assert (own.bucket_hits, own.duration) == (hits, pytest.approx(3.0))
+    priced = simulate(workload, limits, ladder=ladder, cost=dear, prices=flat)
+    assert (priced.bucket_hits, priced.duration) == (hits, pytest.approx(6.0))
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=5))
 def test_attended_positions(spans: list[tuple[int, int]]) -> None:
     plan = StepPlan(0, span_start=[start for start, _ in spans], span_count=[count for _, count in spans])

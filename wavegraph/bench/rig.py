@@ -9,7 +9,6 @@ from typing import Any
 from wavegraph.bench.cost import CostMeter
 from wavegraph.bench.measure import machine_facts
 from wavegraph.bench.shape import Shape
-from wavegraph.buckets.cost import CostModel
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine
 from wavegraph.latency import Timeline
@@ -42,8 +41,9 @@ class Run:
 class Rig:
     """A random model of ``shape`` with ``depths`` loops in an engine for ``seqs`` requests of up to ``longest`` tokens.
 
-    ``budget`` is the most rows of a step; more than these requests can have are not recorded. Schedulers and
-    simulations are given the cost that was measured so far.
+    ``budget`` is the most rows of a step; more than these requests can have are not recorded. Schedulers decide by the
+    assumed cost, so that what they do is the same on every machine and in every run; predictions are priced by what was
+    measured.
     """
 
     def __init__(self, shape: Shape, depths: int, longest: int, budget: int, seqs: int, backend: str) -> None:
@@ -64,7 +64,6 @@ class Rig:
         self._run_ahead = options.run_ahead_steps
         self.engine = Engine(model, sizes, backend=runner.backend, run_ahead=self._run_ahead)
         self._meter = CostMeter(self.engine)
-        self._cost: CostModel | None = None
         self._facts = {"backend": runner.backend.name, "isa": getattr(runner.ops, "isa", None)}
 
     def variant(self, **options: Any) -> SchedulerConfig:
@@ -76,13 +75,12 @@ class Rig:
         for _ in range(self._run_ahead):
             self.engine.step()  # takes the results of steps that were planned for requests that ended meanwhile
         sizes = self.engine.sizes
-        self.engine.scheduler = Scheduler(config, sizes.ladder, sizes.coda_ladder, self._cost)
+        self.engine.scheduler = Scheduler(config, sizes.ladder, sizes.coda_ladder)
 
     def measure_cost(self) -> None:
-        """Measure what steps cost once more, between runs, and go on with the model fitted to all that was measured."""
+        """Measure what steps cost once more, between runs."""
         self.use(self.engine.scheduler.config)
         self._meter.visit()
-        self._cost = self._meter.cost()
 
     def run(self, config: SchedulerConfig, workload: Workload, params: SamplingParams | None = None) -> Run:
         """Serve all requests of ``workload`` as if they came at once, with random prompts, the same in every run.
@@ -111,7 +109,7 @@ class Rig:
             config,
             ladder=sizes.ladder,
             coda_ladder=sizes.coda_ladder,
-            cost=self._cost,
+            prices=self._meter.cost(),
             run_ahead=self._run_ahead,
         )
 
@@ -126,10 +124,10 @@ class Rig:
         return self._facts["backend"] == "compiled"
 
     def facts(self) -> dict[str, Any]:
-        """Machine, versions, commit, backend and shape, for the result."""
+        """Machine, versions, commit, backend and shape, and the cost that was measured, for the result."""
         shape = {name: getattr(self.shape, name) for name in self.shape.__slots__ if name not in ("context", "chunk")}
         limits = {name: self._fixed[name] for name in ("max_num_batched_tokens", "max_num_seqs")}
-        cost = self._cost.to_dict() if self._cost is not None else None
+        cost = self._meter.cost().to_dict()
         return {**machine_facts(), **self._facts, "shape": shape, "depths": self.depths, **limits, "cost": cost}
 
     def close(self) -> None:
