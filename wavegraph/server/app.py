@@ -20,9 +20,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         yield
         await engine.close()
 
-    app = FastAPI(
-        title="Wavegraph", version=version("wavegraph"), lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="Wavegraph", version=version("wavegraph"), lifespan=lifespan, docs_url=None, redoc_url=None)
 
     @app.get("/health")
     async def health() -> Response:
