@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -9,6 +10,7 @@ import torch
 
 from wavegraph.buckets.cost import CostModel
 from wavegraph.capture.bundle import read_bundle
+from wavegraph.chat import Message
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine, Progress
 from wavegraph.errors import ConfigError, EngineError, RequestError
@@ -175,6 +177,34 @@ class LLM:
                 self.engine.abort(request_id)
         return [finished[request_id] for request_id in ids]
 
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """The next turn of one conversation, or of a list of them; otherwise as `generate`.
+
+        The prompt is made by the checkpoint's chat template, or ChatML; an output also ends at the id that ends a turn.
+        """
+        batch = _conversations(messages)
+        each = [self.for_chat(given) for given in _params_of(params, len(batch))]
+        return self.generate([self.encode_chat(one) for one in batch], each, on_progress=on_progress)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids that ask for the next turn of a conversation. Raises `RequestError`."""
+        return self._tokenizer().encode_chat(messages)
+
+    def for_chat(self, params: SamplingParams) -> SamplingParams:
+        """``params`` that also end at the id that ends a turn, unless they ignore the model's own."""
+        return with_turn_end(params, self._tokenizer())
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.engine.tokenizer is None:
+            raise RequestError("messages: chat needs a tokenizer, and the checkpoint has none; use token ids")
+        return self.engine.tokenizer
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "OutputStream":
         """Start one prompt; iterate over the result to get its output after each token.
 
@@ -291,6 +321,20 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if not prompts:
         raise RequestError("prompts: is empty; give at least one prompt, or one token")
     return prompts if isinstance(prompts[0], str | list | tuple) else [prompts]
+
+
+def with_turn_end(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """``params`` that also end where a turn of a chat does, unless they ignore the model's own end ids."""
+    if params.ignore_eos:
+        return params
+    return replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *tokenizer.chat_stop_ids))))
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
+    """One conversation as a batch of one."""
+    if not isinstance(messages, list | tuple):
+        raise RequestError(f"messages: must be a list of messages, or of such lists, got {type(messages).__name__}")
+    return list(messages) if messages and isinstance(messages[0], list | tuple) else [messages]
 
 
 def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

@@ -1,27 +1,35 @@
 """Text to token ids and back, by the checkpoint's own ``tokenizer.json``."""
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
+from wavegraph.chat import ChatTemplate, Message
 from wavegraph.errors import CheckpointError, RequestError
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
-class Tokenizer:
-    """A checkpoint's tokenizer. `load` gives None for a checkpoint that has none."""
+TURN_END = "<|im_end|>"
+"""What ends a turn in ChatML. The model's own end-of-sequence id need not be it."""
 
-    def __init__(self, fast: FastTokenizer) -> None:
+
+class Tokenizer:
+    """A checkpoint's tokenizer, with its chat template. `load` gives None for a checkpoint that has none."""
+
+    def __init__(self, fast: FastTokenizer, chat: ChatTemplate | None = None) -> None:
         self._fast = fast
+        self.chat = chat if chat is not None else ChatTemplate()
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer | None":
-        """Read ``folder/tokenizer.json``; None if there is no such file.
+        """Read ``folder/tokenizer.json`` and the chat template; None if there is no such file.
 
-        Raises `CheckpointError` if the file cannot be read as a tokenizer.
+        Raises `CheckpointError` if a file cannot be read as what it is.
         """
         path = folder / TOKENIZER_FILE
         try:
@@ -31,26 +39,53 @@ class Tokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
         try:
-            return cls(FastTokenizer.from_str(content))
+            fast = FastTokenizer.from_str(content)
         except Exception as error:
             raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from error
+        return cls(fast, ChatTemplate.load(folder))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with whatever special tokens the tokenizer itself puts around a text.
 
-        Raises `RequestError` for text that is not valid Unicode (a lone surrogate).
+        Raises `RequestError` that names ``field`` for text that is not valid Unicode (a lone surrogate).
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(f"prompt: not valid Unicode at character {error.start}: {error.reason}") from error
-        ids: list[int] = self._fast.encode(text).ids
+            raise RequestError(f"{field}: not valid Unicode at character {error.start}: {error.reason}") from error
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens; bytes that form no character become U+FFFD."""
-        text: str = self._fast.decode(list(ids), skip_special_tokens=True)
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids that ask for the next turn. Raises `RequestError` for messages that the template does not take."""
+        return self.encode(self.chat.render(messages), field="messages", add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; bytes that form no character become U+FFFD."""
+        text: str = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token says, which need not be whole characters. Empty for an id without a token."""
+        token = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return str(token).encode()
+        if isinstance(self._fast.decoder, ByteLevel) and all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        return self.decode([token_id]).encode()
+
+    @cached_property
+    def chat_stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn: of ``<|im_end|>`` and of the end-of-sequence token that the tokenizer names, if any."""
+        ids = (self._fast.token_to_id(token) for token in (TURN_END, self.chat.specials.get("eos_token", "")))
+        return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Ids of tokens that stand for their text as it is."""
+        return frozenset(self._fast.get_added_tokens_decoder())
 
     def stream(self, skip_special_tokens: bool = True) -> "TextStream":
         """A decoder for one output, token by token."""
@@ -79,3 +114,15 @@ class TextStream:
     def finish(self) -> None:
         """The output is complete: let go of what was held back."""
         self.text = self._fast.decode(self._ids, skip_special_tokens=self._skip)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: printable Latin-1 for itself, the rest from
+    U+0100 on, as in GPT-2.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = count(0x100)
+    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+
+
+_BYTE_OF = _byte_alphabet()

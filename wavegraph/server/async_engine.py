@@ -71,6 +71,12 @@ class Generation:
         self._check()
         return [self._latest[place] for place in range(len(self._places))]
 
+    def facts(self) -> dict[str, Any]:
+        """What there is to say of it in a log: tokens so far, and why each sequence ended."""
+        outputs = self._latest.values()
+        reasons = sorted({output.finish_reason or "abort" for output in outputs})
+        return {"output_tokens": sum(len(output.token_ids) for output in outputs), "finish_reason": ",".join(reasons)}
+
     def close(self) -> None:
         """Abort sequences that still run. May be called twice."""
         if self._running:
@@ -112,6 +118,7 @@ class AsyncEngine:
         self._owners: dict[str, Generation] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._counter = 0
+        self._draining = False
         self._stopping = False  # read by the engine thread
         self._engine: Engine | None = None
         self._error: BaseException | None = None
@@ -128,21 +135,25 @@ class AsyncEngine:
         thread.add_done_callback(lambda _: self._post(self._on_end, thread.exception()))
         pool.shutdown(wait=False)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine, of which only what never changes may be read here. Raises `EngineError` unless it is ready."""
+    def available(self) -> Engine:
+        """The engine if it takes requests, else `EngineError`. Only what never changes may be read here."""
         if self._error is not None:
             raise EngineError(FAILED)
-        if self._stopping:
+        if self._draining or self._stopping:
             raise EngineError(CLOSED)
         if self._engine is None:
             raise EngineError("the engine is not ready yet; try again later")
         return self._engine
 
     @property
+    def engine(self) -> Engine | None:
+        """The engine, once it is made and warm, whatever became of it since; only what never changes may be read."""
+        return self._engine
+
+    @property
     def is_ready(self) -> bool:
-        """Whether it is made, warm, and has not failed."""
-        return self._engine is not None and self._error is None and not self._stopping
+        """Whether it is made, warm, and takes requests."""
+        return self._engine is not None and self._error is None and not self._draining and not self._stopping
 
     @property
     def error(self) -> BaseException | None:
@@ -171,6 +182,7 @@ class AsyncEngine:
 
         Raises `RequestError` if one cannot be served, `EngineError` if the engine is not ready.
         """
+        self.available()
         first = self._counter
         self._counter += len(prompts)
         names = [f"{first + index}#{k}" for index in range(len(prompts)) for k in range(params.n)]
@@ -187,13 +199,17 @@ class AsyncEngine:
         return generation
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
-        """Run ``function`` on the engine thread, between two steps. A `WavegraphError` that it raises is raised here."""
-        engine = self.engine
+        """Run ``function`` on the engine thread, between two steps, and raise here what `WavegraphError` it raises.
+
+        Raises `EngineError` if there is no engine (yet, or any more).
+        """
+        if self._error is not None or self._stopping:
+            raise EngineError(FAILED if self._error is not None else CLOSED)
         future: asyncio.Future[Result] = self._loop.create_future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
 
-        def command(_: Engine) -> None:
+        def command(engine: Engine) -> None:
             try:
                 result = function(engine)
             except WavegraphError as error:
@@ -203,6 +219,10 @@ class AsyncEngine:
 
         self._commands.put(command)
         return await future
+
+    def drain(self) -> None:
+        """Take no more prompts; what runs goes on. See `idle`."""
+        self._draining = True
 
     async def close(self) -> None:
         """Stop after the current step, and free the engine. What still runs gets an `EngineError`."""

@@ -7,6 +7,8 @@ from starlette.responses import Response
 
 from wavegraph.errors import WavegraphError
 
+RETRY_AFTER = {"Retry-After": "1"}
+
 
 class ApiError(WavegraphError):
     """An answer that is an error. ``param`` names the field at fault, ``code`` is for programs to look at."""
@@ -60,3 +62,18 @@ def error_body(error: ApiError) -> bytes:
 def error_response(error: ApiError) -> Response:
     """The whole answer."""
     return Response(error_body(error), error.status, error.headers, "application/json")
+
+
+def engine_failed() -> ApiError:
+    """For a request that was under way when the engine, or its step, failed. What failed stands in the log."""
+    return ApiError(500, "the engine failed while it worked on this request; try again", code="engine_failed")
+
+
+def timed_out() -> ApiError:
+    """For a request whose time is up."""
+    return ApiError(504, "the request took longer than this server allows; ask for less", code="timeout")
+
+
+def unavailable(reason: Exception) -> ApiError:
+    """For a request that came before the engine was ready, or after it began to shut down, or failed."""
+    return ApiError(503, str(reason), code="unavailable", headers=RETRY_AFTER)

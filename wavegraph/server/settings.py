@@ -1,6 +1,7 @@
 """Options of the server, apart from those of the engine."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from wavegraph.errors import ConfigError
 
@@ -18,6 +19,7 @@ class Settings:
     - ``request_timeout``: from a request's arrival to the end of its answer.
     - ``stall_timeout``: how long a client may leave its connection's full buffer unread.
     - ``keep_alive``: between two signs of life in a stream that has nothing to say.
+    - ``created``: when the model came up, in Unix time.
     """
 
     model_name: str
@@ -29,6 +31,7 @@ class Settings:
     request_timeout: float = 600.0
     stall_timeout: float = 30.0
     keep_alive: float = 15.0
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         for name in ("max_pending", "max_body_bytes"):
