@@ -26,7 +26,8 @@ class TokenNames:
         """What the token says."""
         return self._tokenizer.token_bytes(token_id) if self._tokenizer is not None else b""
 
-    def __call__(self, token_id: int) -> str:
+    def name(self, token_id: int) -> str:
+        """The token's name."""
         if self._tokenizer is None:
             return f"token_id:{token_id}"
         said = self._tokenizer.token_bytes(token_id)
@@ -56,9 +57,9 @@ def completion_logprobs(
     """Of completions; None is the prompt's first token, which nothing comes before."""
     result = CompletionLogprobs([], [], [], [])
     for token_id, entry in zip(ids, logprobs, strict=True):
-        result.tokens.append(names(token_id))
+        result.tokens.append(names.name(token_id))
         result.token_logprobs.append(entry.logprob if entry is not None else None)
-        result.top_logprobs.append({names(each): value for each, value in _candidates(entry)} if entry else None)
+        result.top_logprobs.append({names.name(each): value for each, value in _candidates(entry)} if entry else None)
         result.text_offset.append(offsets.next(names.bytes(token_id)))
     return result
 
@@ -67,10 +68,10 @@ def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> list[C
     """Of chat completions."""
     return [
         ChatLogprob(
-            names(entry.token_id),
+            names.name(entry.token_id),
             entry.logprob,
             list(names.bytes(entry.token_id)),
-            [TopLogprob(names(each), value, list(names.bytes(each))) for each, value in entry.top.items()],
+            [TopLogprob(names.name(each), value, list(names.bytes(each))) for each, value in entry.top.items()],
         )
         for entry in logprobs
     ]
@@ -83,7 +84,7 @@ def prompt_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob | None]) 
         if entry is None
         else {
             str(token_id): PromptLogprob(
-                value, entry.rank + 1 if token_id == entry.token_id else place, names(token_id)
+                value, entry.rank + 1 if token_id == entry.token_id else place, names.name(token_id)
             )
             for place, (token_id, value) in enumerate(_candidates(entry), 1)
         }

@@ -188,10 +188,7 @@ class GenerationRequest(_Request):
 
     def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The engine's parameters. Raises `RequestError` for values that do not go together."""
-        same = ("min_tokens", "top_p", "min_p", "n", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-        same += ("seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop")
-        same += ("stop_token_ids", "max_loops", "min_loops", "exit_threshold", "exit_at_step", "exit_kv")
-        given = {name: value for name in same if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -219,6 +216,29 @@ class GenerationRequest(_Request):
             if value is not None and value not in neutral:
                 raise ApiError(400, f"{name}: is not supported by this server; leave it out", param=name)
 
+
+# Fields that `SamplingParams` has under the same name, with the same default.
+_SAME = (
+    "min_tokens",
+    "top_p",
+    "min_p",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "max_loops",
+    "min_loops",
+    "exit_threshold",
+    "exit_at_step",
+    "exit_kv",
+)
 
 # Known to OpenAI's clients, not to us, and not to be ignored: an answer would not be what was asked for.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """A response made of events. The client's leaving is the guard's to see; a client that reads slowly is waited for."""
+    """A response made of events. A client that reads slowly is waited for; that one leaves is the guard's to see."""
 
     media_type = "text/event-stream"
 
