@@ -16,12 +16,12 @@ def _command(module: str) -> Callable[[], click.Command]:
     return load
 
 
+COMMANDS = ("generate", "serve", "demo", "info", "simulate", "profile-buckets", "precompile", "bundle", "bench")
+
+
 @click.group(
     cls=CommandGroup,
-    commands={
-        name: _command(name.replace("-", "_"))
-        for name in ("generate", "demo", "info", "simulate", "profile-buckets", "precompile", "bundle", "bench")
-    },
+    commands={name: _command(name.replace("-", "_")) for name in COMMANDS},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(package_name="wavegraph")

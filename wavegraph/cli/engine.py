@@ -90,7 +90,7 @@ class EngineOptions:
     """What the options say: a config, and the arguments of `LLM` beside it."""
 
     config: EngineConfig
-    arguments: dict[str, str]
+    arguments: dict[str, Any]
 
 
 def engine_options(*, without: tuple[str, ...] = (), **defaults: object) -> Callable[[Command], Command]:
@@ -123,7 +123,7 @@ def take_options(given: dict[str, Any], **defaults: Any) -> EngineOptions:
     Raises `ConfigError` for a bad value.
     """
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    arguments: dict[str, str] = {
+    arguments: dict[str, Any] = {
         name: values.pop(name) for name in ("backend", "dtype", "trace", "bundle", "cost") if name in values
     }
     if "buckets" in values:

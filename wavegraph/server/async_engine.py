@@ -122,14 +122,12 @@ class AsyncEngine:
         self._stopping = False  # read by the engine thread
         self._engine: Engine | None = None
         self._error: BaseException | None = None
-        self._idle = asyncio.Event()
+        self._up, self._down, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._idle.set()
 
     def start(self) -> None:
         """Start the engine thread, which first makes the engine."""
         self._loop = asyncio.get_running_loop()
-        self._up: asyncio.Future[Engine] = self._loop.create_future()
-        self._down: asyncio.Future[None] = self._loop.create_future()
         pool = ThreadPoolExecutor(1, "wavegraph-engine")
         thread = pool.submit(self._run)
         thread.add_done_callback(lambda _: self._post(self._on_end, thread.exception()))
@@ -167,11 +165,19 @@ class AsyncEngine:
 
     async def ready(self) -> Engine:
         """Wait until the engine is made and warm. Raises what making it raised."""
-        return await asyncio.shield(self._up)
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._up, self._down)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._engine is None:
+            raise self._error if self._error is not None else EngineError(CLOSED)
+        return self._engine
 
     async def ended(self) -> None:
         """Wait until the engine thread has ended, for whatever reason; see `error`."""
-        await asyncio.shield(self._down)
+        await self._down.wait()
 
     async def idle(self) -> None:
         """Wait until no sequence is unfinished."""
@@ -272,7 +278,7 @@ class AsyncEngine:
 
     def _on_ready(self, engine: Engine) -> None:
         self._engine = engine
-        self._up.set_result(engine)
+        self._up.set()
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -297,7 +303,7 @@ class AsyncEngine:
     def _on_end(self, error: BaseException | None) -> None:
         if not self._stopping:
             self._error = error if error is not None else EngineError("the engine thread ended")
-            if self._up.done():
+            if self._engine is not None:  # whoever waits for `ready` hears of it otherwise
                 logger.error("the engine failed", exc_info=self._error)
         reason = EngineError(CLOSED if self._stopping else FAILED)
         for owner in set(self._owners.values()):
@@ -306,10 +312,7 @@ class AsyncEngine:
         self._idle.set()
         for call in tuple(self._calls):
             _reject(call, reason)
-        if not self._up.done():
-            self._up.set_exception(error if error is not None else reason)
-            self._up.exception()  # whoever waits hears of it; nobody need
-        self._down.set_result(None)
+        self._down.set()
 
 
 def _add_all(
