@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from wavegraph.engine import Engine
 from wavegraph.errors import ConfigError
@@ -61,8 +62,15 @@ def serve(build: Build, settings: Settings, listener: socket.socket, *, drain_se
     second one cuts off what still runs. Raises what making the engine raised.
     """
     engine = AsyncEngine(build, _Progress().report)
-    config = uvicorn.Config(
-        create_app(engine, settings),
+    config = uvicorn_config(create_app(engine, settings), settings)
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_Run(config, engine, listener, drain_seconds).run())
+
+
+def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """How uvicorn is to run the application."""
+    return uvicorn.Config(
+        app,
         http=partial(HttpProtocol, settings),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
@@ -73,8 +81,6 @@ def serve(build: Build, settings: Settings, listener: socket.socket, *, drain_se
         timeout_keep_alive=75,  # longer than load balancers keep theirs, so that they, not we, end idle connections
         timeout_graceful_shutdown=int(CUT_OFF_SECONDS),
     )
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_Run(config, engine, listener, drain_seconds).run())
 
 
 class _Server(uvicorn.Server):
