@@ -13,6 +13,9 @@ from wavegraph.server.settings import Settings
 MAX_HEAD_BYTES = 64 << 10
 """The longest request line and headers."""
 
+LINGER_SECONDS = 1.0
+"""For a client to read why its connection ends."""
+
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection. It ends when
@@ -25,6 +28,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._settings = settings
         self._head_bytes = 0
+        self._in_body = False
+        self._refused = False
         self._head_timer: TimerHandle | None = None
         self._stall_timer: TimerHandle | None = None
 
@@ -41,15 +46,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse more of a request."""
+        if self._refused:
+            return
         self._head_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refused:
             return
-        if self._head_timer is not None:
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(ApiError(431, f"headers: are longer than {MAX_HEAD_BYTES} bytes", param="headers"))
+        if self._head_timer is not None and not self._in_body and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(ApiError(431, f"headers: are longer than {MAX_HEAD_BYTES} bytes", param="headers"))
         elif (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None:
-            self._expect_head()  # line ends between two requests end uvicorn's own wait
+            # uvicorn's own wait ended with the first byte, be it of a body whose answer is out, or a mere line end.
+            self._expect_head()
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -59,7 +66,14 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its head is whole; the body is the guard's to wait for."""
         self._head_arrived()
+        self._in_body = True
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """All of it is there."""
+        self._head_arrived()
+        self._in_body = False
+        super().on_message_complete()
 
     def pause_writing(self) -> None:
         """The buffer is full: the client has so long to read some of it."""
@@ -76,8 +90,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(400, "request: is not valid HTTP", param="request"))
 
     def _expect_head(self) -> None:
-        self._head_bytes = 0
         if self._head_timer is None:
+            self._head_bytes = 0
             seconds = self._settings.receive_timeout
             error = ApiError(408, f"headers: did not arrive within {seconds:g} seconds; send faster", param="headers")
             self._head_timer = self.loop.call_later(seconds, self._refuse, error)
@@ -95,10 +109,17 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         if self.transport.is_closing():
             return
+        if self._refused or (self._in_body and self.cycle.response_started):  # it has its answer
+            self.transport.close()
+            return
+        self._refused = True
         body = error_body(error)
         head = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        # Were it closed at once, what the client still sends would reset the connection before it has read this.
+        self.transport.write_eof()
+        self._head_arrived()
+        self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
