@@ -307,9 +307,10 @@ class Executor:
             self._launch(step, slot, parts)
             done = True
         except _LAUNCH_ERRORS as error:
+            self._failure = f"step {number} failed after its launch ({error}); build a new executor"
             raise EngineError(f"step {number}: failed after its launch: {error}") from error
         finally:
-            if not done:
+            if not (done or self._failure):
                 self._failure = f"step {number} failed after its launch; build a new executor"
 
     def _run_there(self, threads: int, number: int, step: StepInputs, slot: HostSlot, parts: int) -> None:

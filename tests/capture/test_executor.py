@@ -251,7 +251,7 @@ def test_failure_after_launch_stops_the_executor(monkeypatch: pytest.MonkeyPatch
         patch.setattr(AtenOps, "attention", fail)
         with pytest.raises(EngineError, match="step 0: failed after its launch: device on fire"):
             executor.submit(step)
-    with pytest.raises(EngineError, match="step 0 failed after its launch; build a new executor"):
+    with pytest.raises(EngineError, match=r"step 0 failed after its launch \(device on fire\); build a new executor"):
         executor.submit(step)
 
 
