@@ -81,9 +81,9 @@ def serve_command(
         **{field: value for field, value in chosen.items() if value not in (None, ())},
     )
     set_up_logging(log_format, log_level)
-    listener = bind(host, port, settings)
-    build = partial(build_engine, model_path(model), options.config, **options.arguments)
-    code = serve(build, settings, listener, drain_seconds=drain_seconds)
+    with bind(host, port, settings) as listener:
+        build = partial(build_engine, model_path(model), options.config, **options.arguments)
+        code = serve(build, settings, listener, drain_seconds=drain_seconds)
     click.get_current_context().exit(code)
 
 
