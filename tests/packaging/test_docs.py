@@ -63,7 +63,8 @@ def test_every_command_is_described() -> None:
 
 
 def test_every_option_is_named() -> None:
-    named = set(re.findall(r"--[a-z][a-z-]*", (ROOT / "docs/cli.md").read_text()))
+    pages = "".join((ROOT / page).read_text() for page in ("docs/cli.md", "docs/serving.md"))
+    named = set(re.findall(r"--[a-z][a-z-]*", pages))
     for command in (leaf for each in commands().values() for leaf in leaves(each)):
         assert {option for option in options(command) if option.startswith("--")} <= named
 

@@ -16,7 +16,19 @@ def _command(module: str) -> Callable[[], click.Command]:
     return load
 
 
-COMMANDS = ("generate", "serve", "demo", "info", "simulate", "profile-buckets", "precompile", "bundle", "bench")
+COMMANDS = (
+    "generate",
+    "chat",
+    "serve",
+    "precompile",
+    "profile-buckets",
+    "bundle",
+    "bench",
+    "simulate",
+    "info",
+    "demo",
+    "completion",
+)
 
 
 @click.group(

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from wavegraph.cli.common import emit, json_output, to_json, write_json
+from wavegraph.cli.common import emit, examples, json_output, to_json, write_json
 from wavegraph.cli.engine import import_engine
 
 
@@ -14,7 +14,7 @@ def bundle_command() -> None:
     """Look at bundles that 'precompile' made."""
 
 
-@bundle_command.command("inspect")
+@bundle_command.command("inspect", epilog=examples("bundle inspect ./bundle", "bundle inspect ./bundle --json -"))
 @click.argument("folder", type=Path, metavar="DIR")
 @json_output
 def inspect_command(folder: Path, json_path: Path | None) -> None:

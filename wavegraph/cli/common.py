@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from wavegraph.errors import OutputError, WavegraphError
 
@@ -58,6 +59,17 @@ def chunk_size(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise click.BadParameter(f"{text!r} is not a number of rows or 'auto'.") from None
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\n".join(("\b", "Examples:", *(f"  wavegraph {line}" for line in lines)))
+
+
+def complete_model(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What a shell offers for a MODEL argument: the built-in model, and folders."""
+    builtin = [CompletionItem("builtin")] if "builtin".startswith(incomplete) else []
+    return [*builtin, CompletionItem(incomplete, type="dir")]
 
 
 def integers(text: str) -> list[int]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from wavegraph.cli.common import emit, json_output, to_json, write_json
+from wavegraph.cli.common import complete_model, emit, examples, json_output, to_json, write_json
 from wavegraph.cli.engine import Bars, engine_options, import_engine, load, model_path, take_options
 from wavegraph.cli.exits import check_exits, describe, measure_exits, sentence
 from wavegraph.errors import EngineError, InputError
@@ -68,8 +68,8 @@ DEFAULTS: dict[str, Any] = {
 """Engine options that differ from those of `EngineConfig`."""
 
 
-@click.command("demo")
-@click.argument("model", default="builtin")
+@click.command("demo", epilog=examples("demo", "demo ./checkpoint --chunk 32 --repeats 5"))
+@click.argument("model", default="builtin", shell_complete=complete_model)
 @click.option("--prompt", "text", default=PASSAGE, metavar="TEXT", help="A text; its beginnings are the prompts.")
 @click.option(
     "--max-tokens", type=click.IntRange(2), default=48, show_default=True, metavar="N", help="Tokens to generate each."

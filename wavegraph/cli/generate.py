@@ -5,15 +5,21 @@ from typing import Any
 
 import click
 
-from wavegraph.cli.common import emit, integers, json_output, to_json, write_json
+from wavegraph.cli.common import complete_model, emit, examples, integers, json_output, to_json, write_json
 from wavegraph.cli.engine import Bars, engine_options, load, take_options
 from wavegraph.cli.sampling import sampling_options, take_sampling
 from wavegraph.errors import InputError
 from wavegraph.outputs import RequestOutput
 
 
-@click.command("generate")
-@click.argument("model")
+@click.command(
+    "generate",
+    epilog=examples(
+        "generate builtin --prompt 'Waves follow' --max-tokens 32",
+        "generate ./checkpoint --prompts-file prompts.txt --temperature 0.8 --seed 1 --json out.json",
+    ),
+)
+@click.argument("model", shell_complete=complete_model)
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt. Can be given several times.")
 @click.option(
     "--prompt-ids",
@@ -24,7 +30,7 @@ from wavegraph.outputs import RequestOutput
     help="A prompt as token ids. Can be given several times.",
 )
 @click.option("--prompts-file", type=Path, metavar="FILE", help="A prompt per line; empty lines are left out.")
-@sampling_options
+@sampling_options()
 @engine_options()
 @json_output
 def generate_command(

@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from wavegraph.cli.common import emit, json_output, to_json, write_json
+from wavegraph.cli.common import complete_model, emit, examples, json_output, to_json, write_json
 from wavegraph.cli.engine import engine_options, import_engine, model_path, take_options
 from wavegraph.config import EngineConfig
 
 PACKAGES = ("wavegraph", "torch", "numpy", "safetensors", "tokenizers", "huggingface-hub")
 
 
-@click.command("info")
-@click.argument("model", required=False)
+@click.command("info", epilog=examples("info", "info builtin --max-num-seqs 64 --json -"))
+@click.argument("model", required=False, shell_complete=complete_model)
 @engine_options(without=("bundle", "cost"))
 @json_output
 def info_command(model: str | None, json_path: Path | None, **given: Any) -> None:

@@ -5,13 +5,16 @@ from typing import Any
 
 import click
 
-from wavegraph.cli.common import emit, integers, json_output, to_json, write_json
+from wavegraph.cli.common import complete_model, emit, examples, integers, json_output, to_json, write_json
 from wavegraph.cli.engine import Bars, import_engine, model_path
 from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
 
 
-@click.command("precompile")
-@click.argument("model")
+@click.command(
+    "precompile",
+    epilog=examples("precompile builtin --out bundle", "precompile builtin --out bundle --ladder 1,16,256"),
+)
+@click.argument("model", shell_complete=complete_model)
 @click.option("--out", required=True, type=Path, metavar="DIR", help="The bundle's folder.")
 @click.option("--target", default="cpu", show_default=True, metavar="NAME", help="What it is for: cpu.")
 @click.option(

@@ -5,18 +5,19 @@ from typing import Any
 
 import click
 
+from wavegraph.cli.common import complete_model, examples
 from wavegraph.cli.engine import engine_options, import_engine, model_path, take_options
 
-EXAMPLES = """\b
-Examples:
-  wavegraph serve builtin
-  wavegraph serve ByteDance/Ouro-1.4B --host 0.0.0.0 --api-key KEY
-  wavegraph serve ./checkpoint --bundle ./bundle --log-format json
-"""
 
-
-@click.command("serve", epilog=EXAMPLES)
-@click.argument("model")
+@click.command(
+    "serve",
+    epilog=examples(
+        "serve builtin",
+        "serve ByteDance/Ouro-1.4B --host 0.0.0.0 --api-key KEY",
+        "serve ./checkpoint --bundle ./bundle --log-format json",
+    ),
+)
+@click.argument("model", shell_complete=complete_model)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free one.")
 @click.option("--served-model-name", "name", metavar="NAME", help="What clients call the model.  [default: MODEL]")

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
-from wavegraph.cli.common import chunk_size, emit, json_output, write_json
+from wavegraph.cli.common import chunk_size, emit, examples, json_output, write_json
 from wavegraph.cli.engine import Bars
 from wavegraph.scheduler.scheduler import SchedulerConfig
 from wavegraph.simulate import SimulationResult, simulate
@@ -26,7 +26,13 @@ MAX_HITS = 16
 UNITS = {"s": "seconds, by the cost model", "cost": "rows, and 16 a step: no cost was measured, only compare"}
 
 
-@click.command("simulate")
+@click.command(
+    "simulate",
+    epilog=examples(
+        "simulate --requests 4 --prompt-len 8064 --chunk 16 --no-wavefront",
+        "simulate --workload chat@2 --cost cost.json --ladder 1,8,32,64 --max-batched-tokens 64",
+    ),
+)
 @click.option(
     "--workload", metavar="FILE|NAME", help="Requests from JSON lines, a trace, or by name; instead of the next three."
 )
