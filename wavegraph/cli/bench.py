@@ -7,7 +7,7 @@ import click
 
 from wavegraph.cli.bench_engine import decode_command, prefill_command
 from wavegraph.cli.bench_tables import common_options, end, make_shape, shape_options, show, times
-from wavegraph.cli.common import integers, json_output
+from wavegraph.cli.common import complete_model, examples, integers, json_output
 from wavegraph.cli.engine import Bars, import_engine, model_path
 from wavegraph.config import EngineConfig
 from wavegraph.workload import find_workload
@@ -22,7 +22,7 @@ bench_command.add_command(prefill_command)
 bench_command.add_command(decode_command)
 
 
-@bench_command.command("step")
+@bench_command.command("step", epilog=examples("bench step --spans 16,64 --waiting 0,10000"))
 @click.option("--spans", type=integers, default="16,64", show_default=True, help="Spans of a step, one row each.")
 @click.option("--waiting", type=integers, default="0,1000", show_default=True, help="Requests in the queue.")
 @click.option("--steps", default=400, type=click.IntRange(1), show_default=True, help="Steps of each, twice.")
@@ -44,7 +44,7 @@ def step_command(spans: list[int], waiting: list[int], steps: int, asynchronous:
     end(result, json_path)
 
 
-@bench_command.command("replay")
+@bench_command.command("replay", epilog=examples("bench replay --rows 1,16,256 --dtype float32"))
 @click.option("--rows", type=integers, default="1,16,64,256", show_default=True, help="Buckets.")
 @click.option("--context", default=256, type=click.IntRange(1), show_default=True, help="Where each chunk ends.")
 @click.option("--chunk", default=16, type=click.IntRange(1), show_default=True, help="Rows of a request.")
@@ -73,7 +73,7 @@ def replay_command(rows: list[int], repeats: int, backend: str, json_path: Path 
     end(result, json_path)
 
 
-@bench_command.command("attention")
+@bench_command.command("attention", epilog=examples("bench attention --rows 64 --contexts 1024,4096"))
 @click.option("--rows", default=16, type=click.IntRange(1), show_default=True, help="Rows of the chunk.")
 @click.option("--contexts", type=integers, default="512,2048,8192", show_default=True, help="Where the chunk ends.")
 @shape_options
@@ -100,8 +100,8 @@ def attention_command(
     end(result, json_path)
 
 
-@bench_command.command("start")
-@click.argument("model", default="builtin")
+@bench_command.command("start", epilog=examples("bench start", "bench start ./checkpoint --repeats 5"))
+@click.argument("model", default="builtin", shell_complete=complete_model)
 @click.option("--dtype", default="auto", show_default=True, metavar="NAME")
 @click.option("--repeats", default=3, type=click.IntRange(1), show_default=True, help="Processes of each kind.")
 @json_output
@@ -119,7 +119,7 @@ def start_command(model: str, dtype: str, repeats: int, json_path: Path | None) 
     end(result, json_path)
 
 
-@bench_command.command("report")
+@bench_command.command("report", epilog=examples("bench report step.json replay.json --html page.html"))
 @click.argument("files", nargs=-1, required=True, type=Path)
 @click.option("--html", "page", required=True, type=Path, metavar="FILE", help="Where the page goes.")
 def report_command(files: tuple[Path, ...], page: Path) -> None:
@@ -129,7 +129,7 @@ def report_command(files: tuple[Path, ...], page: Path) -> None:
     write_report([read_result(file) for file in files], page)
 
 
-@bench_command.command("ladder")
+@bench_command.command("ladder", epilog=examples("bench ladder --workload chat --max-graphs 8"))
 @click.option("--workload", "name", default="chat", show_default=True, metavar="FILE|NAME", help="Whose steps.")
 @click.option("--max-graphs", default=12, type=click.IntRange(1), show_default=True, help="Buckets when optimised.")
 @click.option("--max-batched-tokens", default=256, type=click.IntRange(1), show_default=True, help="The top bucket.")

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from wavegraph.cli.bench_tables import common_options, end, make_shape, shape_options, show, times
-from wavegraph.cli.common import Command, chunk_size, numbers
+from wavegraph.cli.common import Command, chunk_size, examples, numbers
 from wavegraph.cli.engine import Bars, import_engine
 from wavegraph.workload import find_workload
 
@@ -22,7 +22,7 @@ def _engine_options(command: Command) -> Command:
     return click.option("--packing", default="fill", show_default=True, metavar="NAME", help="fill or fifo.")(command)
 
 
-@click.command("prefill")
+@click.command("prefill", epilog=examples("bench prefill --workload 4x512 --chunks 64,16"))
 @click.option(
     "--workload",
     "workloads",
@@ -101,7 +101,7 @@ def prefill_command(
     end(result, json_path)
 
 
-@click.command("decode")
+@click.command("decode", epilog=examples("bench decode --requests 16 --tokens 128"))
 @click.option("--requests", default=8, type=click.IntRange(1), show_default=True, help="Requests that decode.")
 @click.option("--tokens", default=64, type=click.IntRange(2), show_default=True, help="Tokens that each decodes.")
 @click.option("--prompts", default=1, type=click.IntRange(1), show_default=True, help="Prompts that run beside them.")

@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from wavegraph.cli.common import emit, integers, json_output, to_json, write_json
+from wavegraph.cli.common import complete_model, emit, examples, integers, json_output, to_json, write_json
 from wavegraph.cli.engine import Bars, import_engine, model_path
 from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
 from wavegraph.errors import OutputError
@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 SAMPLES, PROFILE, PAGE = "samples.jsonl", "profile.json", "report.html"
 
 
-@click.command("profile-buckets")
-@click.argument("model")
+@click.command(
+    "profile-buckets",
+    epilog=examples(
+        "profile-buckets builtin --out profile --workload chat --max-graphs 8",
+        "profile-buckets ./checkpoint --workload requests.jsonl --bundle ./bundle",
+    ),
+)
+@click.argument("model", shell_complete=complete_model)
 @click.option(
     "--out",
     default="wavegraph-profile",
