@@ -53,8 +53,14 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"{field}: not valid Unicode at character {error.start}: {error.reason}") from error
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: `encode` itself would keep all other Python threads from running.
+        (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens ``text`` has at least, told by its length alone; 0 where that cannot be told."""
+        return -(-len(text) // self._longest_token) if self._longest_token else 0
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids that ask for the next turn. Raises `RequestError` for messages that the template does not take."""
@@ -62,8 +68,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that form no character become U+FFFD."""
-        text: str = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        texts: list[str] = self._fast.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token says, which need not be whole characters. Empty for an id without a token."""
@@ -81,6 +87,14 @@ class Tokenizer:
         """Ids that end a turn: of ``<|im_end|>`` and of the end-of-sequence token that the tokenizer names, if any."""
         ids = (self._fast.token_to_id(token) for token in (TURN_END, self.chat.specials.get("eos_token", "")))
         return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token, as the vocabulary writes it: at least as many as it covers. 0: no limit."""
+        stripping = any(token.lstrip or token.rstrip for token in self._fast.get_added_tokens_decoder().values())
+        if stripping or self._fast.normalizer is not None:  # a token may stand for any number of characters
+            return 0
+        return max(map(len, self._fast.get_vocab()))
 
     @cached_property
     def _added(self) -> frozenset[int]:

@@ -7,17 +7,17 @@ import pytest
 from tests.server.harness import Served, serving
 
 
-@pytest.fixture(scope="session")
-def session_server() -> Iterator[Served]:
+@pytest.fixture(scope="package")
+def shared_server() -> Iterator[Served]:
     with serving() as served:
         served.do(served.engine.ready())
         yield served
 
 
 @pytest.fixture
-def server(session_server: Served) -> Iterator[Served]:
+def server(shared_server: Served) -> Iterator[Served]:
     """The server, whole after the test as before: no request left, no page lost."""
-    yield session_server
-    session_server.wait_idle()
-    assert session_server.free_pages() == 640
-    assert session_server.engine.error is None
+    yield shared_server
+    shared_server.wait_idle()
+    assert shared_server.free_pages() == 640
+    assert shared_server.engine.error is None

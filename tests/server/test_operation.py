@@ -19,6 +19,7 @@ from tests.server.harness import CONFIG, JSON, SETTINGS, Served, serving, wait_u
 from wavegraph.builtin import builtin_path
 from wavegraph.engine import Engine
 from wavegraph.llm import build_engine
+from wavegraph.tokenizer import Tokenizer
 
 COMPLETION: dict[str, Any] = {"model": "builtin", "prompt": "a", "max_tokens": 2, "temperature": 0}
 LONG: dict[str, Any] = {**COMPLETION, "max_tokens": 1000, "ignore_eos": True}
@@ -214,6 +215,26 @@ def test_a_slow_reader_gets_everything_in_larger_pieces(shared_build: Any) -> No
         assert "".join(choice["text"] for choice in choices) == offline.text
         assert [token for choice in choices for token in choice["token_ids"]] == list(offline.token_ids)
         assert len(choices) < 150
+
+
+def test_long_texts_stop_nobody(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a text is encoded, the event loop and the engine go on."""
+    long = "wave follows " * 75_000
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(server.post("/tokenize", {"prompt": long})))
+    asking.start()
+    rounds = 0
+    while asking.is_alive():
+        assert server.request("GET", "/health")[0] == 200
+        server.on_engine(lambda engine: None)
+        rounds += 1
+    asking.join()
+    assert answers[0][0] == 200
+    assert rounds > 10
+    monkeypatch.delattr(Tokenizer, "encode")  # nor is one encoded whose length alone says too much
+    status, answer = server.post("/v1/completions", {**COMPLETION, "prompt": long})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "at least" in answer["error"]["message"]
 
 
 def test_connections_are_let_go(server: Served, streams: list[Stream]) -> None:

@@ -89,7 +89,7 @@ def test_its_start_is_told() -> None:
         server = served.ready()
         messages = [json.loads(line)["message"] for line in served.lines if line.startswith("{")]
         assert any(re.fullmatch(r"starting: loading weights, \d+ of \d+", message) for message in messages)
-        assert any(re.fullmatch(r"starting: recording programs, (\d+) of \1", message) for message in messages)
+        assert any(re.fullmatch(r"starting: recording buckets, (\d+) of \1", message) for message in messages)
         ready = json.loads(served.lines[-1])
         assert ready["ladder"] == "1,2,4,8,12,16"
         assert ready["tokens"] == ready["pages"] * 16

@@ -150,6 +150,14 @@ def test_bytes_of_tokens_are_those_of_the_text(text: str) -> None:
     assert tokenizer.token_bytes(10**6) == b""
 
 
+@pytest.mark.parametrize("text", ["", "a", "Waves follow each other.", "x" * 500, " " * 64, "€" * 40, "<|im_end|>" * 9])
+def test_the_length_of_a_text_says_how_many_tokens_it_has_at_least(text: str) -> None:
+    tokenizer = Tokenizer.load(builtin_path())
+    assert tokenizer is not None
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.fewest_tokens("x" * 10_000) > 10
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(builtin_path(), SMALL) as llm:

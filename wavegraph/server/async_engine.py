@@ -242,7 +242,7 @@ class AsyncEngine:
         engine = self._build(
             on_build=self._progress("compiling operators"),
             on_load=self._progress("loading weights"),
-            on_capture=self._progress("recording programs"),
+            on_capture=self._progress("recording buckets"),
         )
         try:
             _warm_up(engine)

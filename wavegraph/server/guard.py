@@ -87,6 +87,7 @@ class Guard:
         finally:
             for function in exchange.on_end:
                 function()
+            exchange.on_end.clear()
             _log(scope, exchange)
 
     async def _serve(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:

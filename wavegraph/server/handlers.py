@@ -11,6 +11,7 @@ from msgspec import Struct
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from wavegraph.chat import Message
 from wavegraph.door import checked_ids
 from wavegraph.engine import Engine
 from wavegraph.errors import EngineError, RequestError
@@ -62,11 +63,13 @@ class Handlers:
         tokenizer = engine.tokenizer
 
         def encode() -> list[list[int]]:
-            return [_encode(prompt, tokenizer) for prompt in body.prompt]
+            many = len(body.prompt) > 1
+            return [
+                _encode(engine, prompt, f"prompt[{index}]" if many else "prompt")
+                for index, prompt in enumerate(body.prompt)
+            ]
 
         prompts = await self._off_loop(request, encode)
-        for index, prompt in enumerate(prompts):
-            _check_length(engine, prompt, "prompt" if len(prompts) == 1 else f"prompt[{index}]")
         echoes = None
         if body.echo:
             echoes = [
@@ -87,8 +90,8 @@ class Handlers:
         self._check_model(body.model)
         body.check_together()
         tokenizer = _require(engine.tokenizer, "messages")
-        prompt = await self._off_loop(request, lambda: tokenizer.encode_chat(body.messages))
-        room = _check_length(engine, prompt, "messages")
+        prompt = await self._off_loop(request, lambda: _encode_chat(engine, tokenizer, body.messages))
+        room = context_limit(engine) - len(prompt)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true; set it", param="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -222,23 +225,35 @@ def context_limit(engine: Engine) -> int:
     return min(sizes.max_model_len, sizes.num_pages * sizes.page_size)
 
 
-def _check_length(engine: Engine, prompt: Sequence[int], field: str) -> int:
-    """How many tokens may follow a prompt. Raises `ApiError` if there is no room for one."""
+def _check_length(engine: Engine, count: int, field: str, about: str = "") -> None:
+    """Raise `ApiError` if a prompt of ``count`` tokens leaves no room for a token more."""
     limit = context_limit(engine)
-    if len(prompt) >= limit:
+    if count >= limit:
         raise ApiError(
             400,
-            f"{field}: has {len(prompt)} tokens, but the context of {limit} must hold them and the output; shorten it",
+            f"{field}: has {about}{count} tokens, but the context of {limit} must hold them and the output; shorten it",
             param=field,
             code="context_length_exceeded",
         )
-    return limit - len(prompt)
 
 
-def _encode(prompt: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    return _require(tokenizer, "prompt").encode(prompt)
+def _encode(engine: Engine, prompt: str | list[int], field: str) -> list[int]:
+    """Token ids of a prompt that fits. Text that is far too long is not encoded to find that out."""
+    if isinstance(prompt, str):
+        tokenizer = _require(engine.tokenizer, field)
+        _check_length(engine, tokenizer.fewest_tokens(prompt), field, "at least ")
+        prompt = tokenizer.encode(prompt)
+    _check_length(engine, len(prompt), field)
+    return prompt
+
+
+def _encode_chat(engine: Engine, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation that fits."""
+    text = tokenizer.chat.render(messages)
+    _check_length(engine, tokenizer.fewest_tokens(text), "messages", "at least ")
+    prompt = tokenizer.encode(text, field="messages", add_special_tokens=False)
+    _check_length(engine, len(prompt), "messages")
+    return prompt
 
 
 def _require(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
