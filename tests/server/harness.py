@@ -35,6 +35,7 @@ class Served:
         self.engine = engine
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+        self.connections: set[Any] = set()  # uvicorn's own
         self._loop = loop
 
     def do(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -112,7 +113,9 @@ def serving(
     thread.start()
     try:
         wait_until(lambda: server.started, "the server listens")
-        yield Served(engine, port, loops[0])
+        served = Served(engine, port, loops[0])
+        served.connections = server.server_state.connections
+        yield served
     finally:
         server.should_exit = True
         thread.join(60)

@@ -19,6 +19,7 @@ from tests.server.harness import CONFIG, JSON, SETTINGS, Served, serving, wait_u
 from wavegraph.builtin import builtin_path
 from wavegraph.engine import Engine
 from wavegraph.llm import build_engine
+from wavegraph.sampling import SamplingParams
 from wavegraph.tokenizer import Tokenizer
 
 COMPLETION: dict[str, Any] = {"model": "builtin", "prompt": "a", "max_tokens": 2, "temperature": 0}
@@ -98,6 +99,17 @@ def test_an_id_stands_in_the_log(server: Served, caplog: pytest.LogCaptureFixtur
     assert fields["request_id"] == "find-me"
     assert (fields["path"], fields["status"], fields["output_tokens"]) == ("/v1/completions", 200, 2)
     assert (fields["finish_reason"], fields["stream"]) == ("length", False)
+
+
+def test_a_client_that_left_stands_in_the_log(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "wavegraph.server.access"):
+        stream = Stream(server.port, LONG)
+        stream.read(b"data: ")
+        stream.close()
+        wait_until(lambda: caplog.records, "it is logged")
+    fields = caplog.records[0].fields  # type: ignore[attr-defined]
+    assert (fields["status"], fields["sent"], fields["finish_reason"], fields["stream"]) == (499, 200, "abort", True)
+    assert fields["output_tokens"] > 0
 
 
 def test_api_keys(shared_build: Any) -> None:
@@ -199,6 +211,18 @@ def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(shared_build: A
         wait_until(lambda: server.engine.unfinished == 0, "the sleeper is dropped", 20)
         assert server.free_pages() == CONFIG.num_pages
         assert server.on_engine(lambda engine: engine.stats().finished["abort"]) == 6
+        sleeper.close()
+
+
+def test_an_answer_that_nobody_reads_is_let_go(shared_build: Any) -> None:
+    """Also one that is complete, and so small that it waits in buffers alone."""
+    with serving(replace(SETTINGS, stall_timeout=0.5), build=shared_build, send_buffer=4096) as server:
+        server.do(server.engine.ready())
+        content = {**COMPLETION, "max_tokens": 40, "ignore_eos": True, "logprobs": 20}
+        sleeper = Stream(server.port, content, receive_buffer=4096)
+        wait_until(lambda: server.engine.unfinished, "it runs")
+        server.wait_idle()
+        wait_until(lambda: not server.connections, "the connection is dropped", 20)
         sleeper.close()
 
 
@@ -354,6 +378,45 @@ def test_closing_ends_what_runs_with_an_error(shared_build: Any) -> None:
 @pytest.fixture(scope="module")
 def shared_build() -> Any:
     return partial(build_engine, builtin_path(), CONFIG)
+
+
+def test_a_caller_that_gives_up_leaves_nothing_behind(server: Served) -> None:
+    async def give_up() -> None:
+        adding = asyncio.ensure_future(
+            server.engine.generate([[5, 6]], SamplingParams(max_tokens=900, ignore_eos=True))
+        )
+        await asyncio.sleep(0)
+        adding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+
+    for _ in range(5):
+        server.do(give_up())
+    assert server.engine.unfinished == 0
+    assert server.on_engine(lambda engine: engine.stats().running + engine.stats().waiting) == 0
+
+
+def test_one_bad_prompt_and_none_is_run(server: Served) -> None:
+    before = server.on_engine(lambda engine: engine.stats().prompt_tokens)
+    status, answer = server.post("/v1/completions", {**COMPLETION, "prompt": [[1], [2], [5000]]})
+    assert (status, answer["error"]["param"]) == (400, "prompt[2]")
+    after = server.on_engine(Engine.stats)
+    assert (after.running, after.waiting) == (0, 0)
+    assert after.prompt_tokens == before
+
+
+def test_priorities_reach_the_engine(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = Engine.add_request
+
+    def add(*arguments: Any, priority: int = 0) -> list[str]:
+        seen.append(priority)
+        return real(*arguments, priority=priority)
+
+    monkeypatch.setattr(Engine, "add_request", add)
+    for content in (COMPLETION, {**COMPLETION, "priority": -3}):
+        assert server.post("/v1/completions", content)[0] == 200
+    assert seen == [0, -3]
 
 
 def test_many_may_wait_for_the_engine_at_once(server: Served) -> None:

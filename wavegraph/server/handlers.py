@@ -244,7 +244,7 @@ def _encode(engine: Engine, prompt: str | list[int], field: str) -> list[int]:
         _check_length(engine, tokenizer.fewest_tokens(prompt), field, "at least ")
         prompt = tokenizer.encode(prompt)
     _check_length(engine, len(prompt), field)
-    return prompt
+    return checked_ids(field, prompt, engine.model.config.vocab_size)
 
 
 def _encode_chat(engine: Engine, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
