@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,28 @@ from wavegraph.server.requests import _UNSUPPORTED, ChatCompletionRequest, Compl
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/serving.md").read_text()
+
+
+def example(language: str, server: Served) -> str:
+    (text,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    found = str(text)
+    assert "http://127.0.0.1:8000" in found
+    return found.replace("http://127.0.0.1:8000", server.url)
+
+
+def test_the_python_example_runs(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(example("python", server), "docs/serving.md", "exec"), {})
+    text, loops, streamed = re.split(r" (\d\.\d+)\n", capsys.readouterr().out)
+    assert 1 <= float(loops) <= 4
+    assert streamed
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_examples_run(server: Served) -> None:
+    script = "set -e\n" + example("sh", server).replace('"stream": true', '"stream": true, "max_tokens": 4')
+    done = subprocess.run(["sh"], input=script, capture_output=True, text=True, timeout=60)
+    assert '"text_completion"' in done.stdout, done.stderr
+    assert done.stdout.endswith("data: [DONE]\n\n")
 
 
 def test_every_endpoint_is_described(server: Served) -> None:
