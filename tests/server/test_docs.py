@@ -26,7 +26,7 @@ def example(language: str, server: Served) -> str:
 
 def test_the_python_example_runs(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(example("python", server), "docs/serving.md", "exec"), {})
-    text, loops, streamed = re.split(r" (\d\.\d+)\n", capsys.readouterr().out)
+    _, loops, streamed = re.split(r" (\d\.\d+)\n", capsys.readouterr().out)
     assert 1 <= float(loops) <= 4
     assert streamed
 
