@@ -62,7 +62,7 @@ FIELDS: list[tuple[tuple[str, ...], list[Any]]] = [
 
 def prompts() -> Iterator[Any]:
     yield from (None, "", [], {}, 1, True, [[]], [""], [["a"]], ["a", 1], ["a", [1]], [1, "a"], [1, None], [1.0])
-    yield from ([-1], [1024], [HUGE], [[1], [2, -3]], [True], [[[1]]], LONE, ["a", LONE], [1] * 1024, "wave " * 3000)
+    yield from ([-1], [10**6], [HUGE], [[1], [2, -3]], [True], [[[1]]], LONE, ["a", LONE], [1] * 1024, "wave " * 3000)
     yield ["a"] * 1025
 
 

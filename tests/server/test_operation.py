@@ -398,7 +398,7 @@ def test_a_caller_that_gives_up_leaves_nothing_behind(server: Served) -> None:
 
 def test_one_bad_prompt_and_none_is_run(server: Served) -> None:
     before = server.on_engine(lambda engine: engine.stats().prompt_tokens)
-    status, answer = server.post("/v1/completions", {**COMPLETION, "prompt": [[1], [2], [5000]]})
+    status, answer = server.post("/v1/completions", {**COMPLETION, "prompt": [[1], [2], [10**6]]})
     assert (status, answer["error"]["param"]) == (400, "prompt[2]")
     after = server.on_engine(Engine.stats)
     assert (after.running, after.waiting) == (0, 0)
