@@ -93,6 +93,7 @@ def test_an_epoch_takes_every_piece_once_and_the_next_cuts_anew() -> None:
         assert len(set(windows[:, 0].tolist())) == 8
         assert len(set((windows[:, 0] % 16).tolist())) == 1
     assert not torch.equal(*epochs)
+    assert len({int(windows[0, 0]) % 16 for windows in epochs}) == 2
 
 
 def test_the_second_stage_trains_the_gate_alone() -> None:
