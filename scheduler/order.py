@@ -87,7 +87,6 @@ class _Queues:
         self._prompts = LaneQueue()
         self._decodes = LaneQueue()
         self._arrivals = 0
-        self._passed: LaneQueue | None = None  # served last time, and then left out to fill a bucket
 
     def offer(self, lane: Lane) -> None:
         """Queue a lane that is not queued, if it has ready rows and its request is here and still wants them."""
@@ -102,7 +101,7 @@ class _Queues:
         ready = [queue for queue in (prompts, decodes) if queue.oldest is not None]
         due = prompts.waited >= PATIENCE
         paced = fused and packer.pace is not None and packer.pace.active
-        if len(ready) == 2 and self._decodes_first(fused, paced):
+        if len(ready) == 2 and (paced or self._policy.first(prompts, decodes) is Kind.DECODE):
             ready.reverse()
         taken: Taken = []
         budget = packer.budget
@@ -111,22 +110,13 @@ class _Queues:
             held = reserved if queue is decodes else 0
             if budget > held and (fused or not taken):
                 budget = held + queue.take(budget - held, packer.turn, allow, taken)
-        served = self._served(taken)
         if not taken:
             return taken
         self._fit(taken, packer.budget - budget, due, allow)
-        ran = self._served(taken)
-        self._passed = next((queue for queue in served if queue not in ran), None)
+        ran = {self._queue_of(lane) for lane, _ in (taken[0], taken[-1])}
         for queue in ready:
             queue.waited = 0 if queue in ran else queue.waited + 1
         return taken
-
-    def _decodes_first(self, fused: bool, paced: bool) -> bool:
-        if paced:
-            return True
-        if fused and self._passed is not None:
-            return self._passed is self._decodes
-        return self._policy.first(self._prompts, self._decodes) is Kind.DECODE
 
     def _fit(self, taken: Taken, rows: int, due: bool, allow: Allow) -> None:
         """Let spans grow, or put rows back, to the number of rows that the packer asks for."""
@@ -134,13 +124,9 @@ class _Queues:
         wanted = self._packer.rows(taken, rows, more, due)
         if wanted > rows:
             self._packer.grow(taken, wanted - rows, allow)
-        while rows > wanted:
-            lane, count = taken.pop()
-            cut = min(count, rows - wanted)
-            self._queue_of(lane).put_back(lane, cut)
-            if count > cut:
-                taken.append((lane, count - cut))
-            rows -= cut
+        elif wanted < rows:
+            for lane, count in self._packer.cut(taken, rows - wanted):
+                self._queue_of(lane).put_back(lane, count)
 
     @property
     def any_ready(self) -> bool:
@@ -148,10 +134,6 @@ class _Queues:
 
     def _queue_of(self, lane: Lane) -> LaneQueue:
         return self._prompts if lane.next < lane.request.prefill_end else self._decodes
-
-    def _served(self, taken: Taken) -> list[LaneQueue]:
-        """Queues that rows were taken of, which is one after the other."""
-        return [self._queue_of(lane) for lane, _ in taken[:1] + taken[-1:]]
 
 
 class WavefrontOrder:

@@ -1,6 +1,9 @@
 """How many rows a step runs: buckets filled exactly, spans that grow, and a target for the seconds of a step."""
 
-from wavegraph.buckets.assembly import Assembly
+import sys
+from collections.abc import Sequence
+
+from wavegraph.buckets.assembly import Assembly, Outlook
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import ConfigError
@@ -12,6 +15,10 @@ AUTO_TURN = 16
 
 PATIENCE = 8
 """So many steps in a row may keep prompts out for the sake of the target; the next one runs a turn of theirs."""
+
+
+ENDLESS = Outlook(sys.maxsize, None, lambda left: 0)
+"""More is ready than a step can hold."""
 
 
 class Packer:
@@ -39,6 +46,7 @@ class Packer:
         self.grows = chunk is None
         self.pace = pace
         self.paced = False
+        self._cut_before: set[Lane] = set()
         self._assembly = assembly
         self._atomic = atomic
         self._fused = fused
@@ -59,24 +67,83 @@ class Packer:
             ready = min(ready, limit)
         if self._assembly is None:
             return ready
-        chosen = self._assembly.rows(ready, lambda: ready if more or self.paced else self.following(taken))
+        chosen = self._assembly.rows(ready, lambda: ENDLESS if more or self.paced else self.outlook(taken))
         return chosen if chosen > floor else ready
 
-    def following(self, taken: Taken) -> int:
-        """About how many rows, that may run beside each other, become ready with a step that runs all that are."""
-        total, turn, grows, atomic, fused = 0, self.turn, self.grows, self._atomic, self._fused
+    def outlook(self, taken: Taken) -> Outlook:
+        """What comes after a step that runs all that is ready, as far as it may run beside it."""
+        following, remaining, path, goes_on = 0, 0, 0, False
+        turn, grows, atomic, fused = self.turn, self.grows, self._atomic, self._fused
         for lane, count in taken:
             request, ready = lane.request, lane.limit - lane.next
+            deeper = 0 if atomic else len(request.lanes) - lane.depth - 1
+            remaining += ready * (deeper + 1)
+            path = max(path, deeper)
             if ready > count:
                 if grows:
                     count = ready
                 else:
-                    total += min(turn, ready - count)
-            if not atomic and lane.depth + 1 < len(request.lanes):
-                total += count
-            elif lane.next + count == request.known and request.known + 1 < request.total_limit:
-                total += fused or lane.next >= request.prefill_end  # its next token
-        return total
+                    following += min(turn, ready - count)
+            decodes = lane.next >= request.prefill_end
+            more = request.known + 1 < request.total_limit
+            if deeper:
+                following += count
+            elif more and lane.next + count == request.known:
+                following += fused or decodes  # its next token
+            goes_on |= decodes and more
+
+        order = self._cut_order(taken)
+
+        def steps_after(left: int) -> int:
+            return max(path, self._path(taken, order, left))
+
+        return Outlook(following, None if goes_on else remaining, steps_after)
+
+    def _path(self, taken: Taken, order: Sequence[int], left: int) -> int:
+        """How many steps ``left`` rows need at least, if they are cut in this order."""
+        longest = 0
+        for index in order:
+            if left <= 0:
+                break
+            lane, count = taken[index]
+            longest = max(longest, 1 if self._atomic else len(lane.request.lanes) - lane.depth)
+            left -= count
+        return longest
+
+    def _cut_order(self, taken: Taken) -> Sequence[int]:
+        """Which lanes give rows up: those of the kind that is served second, and the last ones first.
+
+        Of prompts, the deepest first: they have the fewest steps to come. A lane that gave rows up in the last step is
+        spared if others can; but no decode row gives way to a target.
+        """
+        if _is_decode(taken[0][0]) and _is_decode(taken[-1][0]):
+            return range(len(taken) - 1, -1, -1)
+        prompts: list[int] = []
+        decodes: list[int] = []
+        spared: list[int] = []
+        for index in range(len(taken) - 1, -1, -1):
+            lane = taken[index][0]
+            group = decodes if _is_decode(lane) else prompts
+            (spared if lane in self._cut_before else group).append(index)
+        prompts.sort(key=lambda index: -taken[index][0].depth)
+        if self.pace is not None and self.pace.active:
+            return prompts + [index for index in spared if not _is_decode(taken[index][0])]
+        return (prompts + decodes if _is_decode(taken[0][0]) else decodes + prompts) + spared
+
+    def cut(self, taken: Taken, rows: int) -> list[tuple[Lane, int]]:
+        """Take ``rows`` rows back from the ends of spans; returns of which lanes, and how many."""
+        back: list[tuple[Lane, int]] = []
+        for index in self._cut_order(taken):
+            lane, count = taken[index]
+            given = min(count, rows)
+            taken[index] = lane, count - given
+            back.append((lane, given))
+            rows -= given
+            if not rows:
+                break
+        taken[:] = [entry for entry in taken if entry[1]]
+        self._cut_before = {lane for lane, _ in back}
+        return back
 
     def _limits(self, pace: "Pace", taken: Taken, due: bool) -> tuple[int, int]:
         """The most rows that the target allows, and the decode rows among those taken, which always run."""
@@ -122,6 +189,10 @@ class Packer:
             taken[index] = lane, wanted
             if not rows:
                 return
+
+
+def _is_decode(lane: Lane) -> bool:
+    return lane.next >= lane.request.prefill_end
 
 
 def _growing(lane: Lane, count: int) -> int:

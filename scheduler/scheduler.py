@@ -109,7 +109,7 @@ class Scheduler:
             pace = Pace(target, budget, self._ladder, coda_ladder, self.cost)
         self._assembly = None
         if config.packing == "fill" and self._ladder is not None:
-            self._assembly = Assembly(self._ladder, self.cost, budget)
+            self._assembly = Assembly(self._ladder, self.cost, budget, config.depths)
         return Packer(
             budget,
             config.prefill_chunk_size,
@@ -359,7 +359,7 @@ class Scheduler:
             return PaddingReason.SMALLEST
         if self._assembly is None:
             return PaddingReason.FIFO
-        return PaddingReason.DRAIN if self._packer.following(lanes) < rows else PaddingReason.RATE
+        return PaddingReason.DRAIN if self._packer.outlook(lanes).following < rows else PaddingReason.RATE
 
     def _add_spans(self, plan: StepPlan, lanes: Taken) -> None:
         """Append rows ``next .. next + count`` of each lane to the plan and move the lanes' frontiers.
