@@ -112,24 +112,16 @@ class _Queues:
                 budget = held + queue.take(budget - held, packer.turn, allow, taken)
         if not taken:
             return taken
-        self._fit(taken, packer.budget - budget, due, allow)
+        for lane, count in packer.fit(taken, packer.budget - budget, not budget and self.any_ready, due, allow):
+            self._queue_of(lane).put_back(lane, count)
         ran = {self._queue_of(lane) for lane, _ in (taken[0], taken[-1])}
         for queue in ready:
             queue.waited = 0 if queue in ran else queue.waited + 1
         return taken
 
-    def _fit(self, taken: Taken, rows: int, due: bool, allow: Allow) -> None:
-        """Let spans grow, or put rows back, to the number of rows that the packer asks for."""
-        more = rows == self._packer.budget and self.any_ready
-        wanted = self._packer.rows(taken, rows, more, due)
-        if wanted > rows:
-            self._packer.grow(taken, wanted - rows, allow)
-        elif wanted < rows:
-            for lane, count in self._packer.cut(taken, rows - wanted):
-                self._queue_of(lane).put_back(lane, count)
-
     @property
     def any_ready(self) -> bool:
+        """Whether a lane is queued."""
         return self._prompts.oldest is not None or self._decodes.oldest is not None
 
     def _queue_of(self, lane: Lane) -> LaneQueue:

@@ -47,16 +47,29 @@ class Packer:
         self.pace = pace
         self.paced = False
         self._cut_before: set[Lane] = set()
+        self._outlook: Outlook | None = None  # of the last step, if it mattered
         self._assembly = assembly
         self._atomic = atomic
         self._fused = fused
 
-    def rows(self, taken: Taken, rows: int, more: bool, due: bool) -> int:
-        """How many rows to run, of ``rows`` taken and those by which spans may grow.
+    def fit(self, taken: Taken, rows: int, more: bool, due: bool, allow: Allow) -> Taken:
+        """Let spans grow, or cut them; returns which lanes gave rows up, and how many.
 
-        ``more``: others are ready, but were not taken. ``due``: prompts have waited long enough for the target.
+        ``rows`` are taken. ``more``: others are ready, but were not taken. ``due``: prompts have waited long enough for
+        the target.
         """
-        self.paced = False
+        wanted = self._wanted(taken, rows, more, due)
+        back: Taken = []
+        if wanted > rows:
+            self._grow(taken, wanted - rows, allow)
+        elif wanted < rows:
+            back = self._cut(taken, rows - wanted)
+        self._cut_before = {lane for lane, _ in back}
+        return back
+
+    def _wanted(self, taken: Taken, rows: int, more: bool, due: bool) -> int:
+        """How many rows to run, of those taken and those by which spans may grow."""
+        self.paced, self._outlook = False, None
         ready = rows
         if self.grows and rows < self.budget:
             ready = min(self.budget, sum(_growing(lane, count) for lane, count in taken))
@@ -67,10 +80,14 @@ class Packer:
             ready = min(ready, limit)
         if self._assembly is None:
             return ready
-        chosen = self._assembly.rows(ready, lambda: ENDLESS if more or self.paced else self.outlook(taken))
+        chosen = self._assembly.rows(ready, lambda: ENDLESS if more or self.paced else self._look_out(taken))
         return chosen if chosen > floor else ready
 
-    def outlook(self, taken: Taken) -> Outlook:
+    def drains(self, taken: Taken, rows: int) -> bool:
+        """Whether fewer than the ``rows`` rows of the last step become ready with it."""
+        return (self._outlook or self._look_out(taken)).following < rows
+
+    def _look_out(self, taken: Taken) -> Outlook:
         """What comes after a step that runs all that is ready, as far as it may run beside it."""
         following, remaining, path, goes_on = 0, 0, 0, False
         turn, grows, atomic, fused = self.turn, self.grows, self._atomic, self._fused
@@ -97,7 +114,8 @@ class Packer:
         def steps_after(left: int) -> int:
             return max(path, self._path(taken, order, left))
 
-        return Outlook(following, None if goes_on else remaining, steps_after)
+        self._outlook = Outlook(following, None if goes_on else remaining, steps_after)
+        return self._outlook
 
     def _path(self, taken: Taken, order: Sequence[int], left: int) -> int:
         """How many steps ``left`` rows need at least, if they are cut in this order."""
@@ -130,9 +148,9 @@ class Packer:
             return prompts + [index for index in spared if not _is_decode(taken[index][0])]
         return (prompts + decodes if _is_decode(taken[0][0]) else decodes + prompts) + spared
 
-    def cut(self, taken: Taken, rows: int) -> list[tuple[Lane, int]]:
+    def _cut(self, taken: Taken, rows: int) -> Taken:
         """Take ``rows`` rows back from the ends of spans; returns of which lanes, and how many."""
-        back: list[tuple[Lane, int]] = []
+        back: Taken = []
         for index in self._cut_order(taken):
             lane, count = taken[index]
             given = min(count, rows)
@@ -142,7 +160,6 @@ class Packer:
             if not rows:
                 break
         taken[:] = [entry for entry in taken if entry[1]]
-        self._cut_before = {lane for lane, _ in back}
         return back
 
     def _limits(self, pace: "Pace", taken: Taken, due: bool) -> tuple[int, int]:
@@ -170,7 +187,7 @@ class Packer:
         first, last = request.exit_window()
         return self._atomic or first <= lane.depth <= last
 
-    def grow(self, taken: Taken, rows: int, allow: Allow) -> None:
+    def _grow(self, taken: Taken, rows: int, allow: Allow) -> None:
         """Deal ``rows`` more to spans that have ready rows left: the lowest depth first, then the oldest request.
 
         Of unit tasks in chains, those with the most to come after them go first: that ends soonest (Hu 1961). It leaves

@@ -359,7 +359,7 @@ class Scheduler:
             return PaddingReason.SMALLEST
         if self._assembly is None:
             return PaddingReason.FIFO
-        return PaddingReason.DRAIN if self._packer.outlook(lanes).following < rows else PaddingReason.RATE
+        return PaddingReason.DRAIN if self._packer.drains(lanes, rows) else PaddingReason.RATE
 
     def _add_spans(self, plan: StepPlan, lanes: Taken) -> None:
         """Append rows ``next .. next + count`` of each lane to the plan and move the lanes' frontiers.
