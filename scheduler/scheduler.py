@@ -50,10 +50,14 @@ SAMPLE, GATE, SCORE, REPLAY = CodaAction.SAMPLE, CodaAction.GATE, CodaAction.SCO
 @dataclass(slots=True)
 class SchedulerStats:
     """Totals since the start. ``rows`` counts live rows of core replays, ``padding_rows`` the rest; ``padding_reasons``
-    says how many of these there were for which `PaddingReason`."""
+    says how many of these there were for which `PaddingReason`. ``core_steps`` held rows, ``prompt_steps`` and
+    ``decode_steps`` of them rows of one kind only.
+    """
 
     steps: int = 0
     core_steps: int = 0
+    prompt_steps: int = 0
+    decode_steps: int = 0
     rows: int = 0
     padding_rows: int = 0
     padding_reasons: Counter[str] = field(default_factory=Counter)
@@ -430,7 +434,10 @@ class Scheduler:
             stats.padding_rows += plan.bucket - plan.rows
             stats.padding_reasons[plan.padding_reason] += plan.bucket - plan.rows
         stats.spans += len(plan.tasks)
-        stats.prompt_rows += sum(task.token_count for task in plan.tasks if task.kind is PROMPT)
+        prompt_rows = sum(task.token_count for task in plan.tasks if task.kind is PROMPT)
+        stats.prompt_rows += prompt_rows
+        stats.prompt_steps += 0 < prompt_rows == plan.rows
+        stats.decode_steps += 0 == prompt_rows < plan.rows
         if plan.coda_bucket:
             stats.coda_steps += 1
             stats.coda_rows += len(plan.coda_slot)

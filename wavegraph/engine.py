@@ -22,6 +22,7 @@ from wavegraph.capture.executor import Executor, StepOutput, Ticket
 from wavegraph.door import checked_ids, encode_prompt
 from wavegraph.errors import CaptureError, ConfigError, EngineError, RequestError
 from wavegraph.handover import RequestState
+from wavegraph.histograms import LatencyHistograms
 from wavegraph.interrupts import interrupts_held
 from wavegraph.model.sampling import MAX_STOP_IDS
 from wavegraph.model.weights import Model, check_new_weights
@@ -35,7 +36,7 @@ from wavegraph.sizing import Sizes
 from wavegraph.stats import EngineStats
 from wavegraph.text import OutputText
 from wavegraph.tokenizer import Tokenizer
-from wavegraph.trace import TraceWriter
+from wavegraph.trace import StepObserver, TraceWriter
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) as long work goes on."""
@@ -60,7 +61,8 @@ class Engine:
     ``sizes`` are the limits derived from config and model. Recording the programs happens here; ``progress`` is
     told about it. ``tokenizer`` None means that prompts are token ids and outputs have no text. ``run_ahead`` 1 takes
     each step's result before the next is planned; more plan ahead while a worker thread runs the steps. ``trace``
-    gets every step. ``cost`` is what steps take; None: `CostModel.assumed`.
+    gets every step; so does whoever else is put among the ``observers``. ``cost`` is what steps take; None:
+    `CostModel.assumed`.
     """
 
     def __init__(
@@ -93,11 +95,13 @@ class Engine:
         self._checker = Checker(sizes.scheduler, sizes.ladder, sizes.coda_ladder, cost) if check else None
         self._run_ahead = run_ahead
         self._trace = trace
+        self.observers: list[StepObserver] = [] if trace is None else [trace]
         self._records: dict[str, Record] = {}
         self._flights: deque[_Flight] = deque()
         self._last_end = 0.0
         self._undelivered: list[RequestOutput] = []  # of a step that an interrupt followed
         self._finished: Counter[str] = Counter()
+        self._latencies = LatencyHistograms()
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._broken: str | None = None
@@ -236,6 +240,8 @@ class Engine:
         except CaptureError as error:  # nothing was launched
             return self._fail(plan, str(error))
         self._flights.append(_Flight(plan, ticket, planned, perf_counter()))
+        for request_id, _ in plan.param_owner:
+            self._records[request_id].mark_scheduled(planned, self._latencies)
         return []
 
     def _apply(self, flight: _Flight, output: StepOutput) -> list[RequestOutput]:
@@ -245,10 +251,11 @@ class Engine:
         if output.logprobs is not None:
             self._note_scores(plan, output)
         updates = self.scheduler.apply(plan, StepResult(plan.step_id, output.tokens))
-        if self._trace is not None:
+        if self.observers:
             began = max(flight.submitted, self._last_end)
             times = (flight.planned, flight.submitted, began, now)
-            self._trace.step(plan, times, self.scheduler.num_waiting, self.scheduler.residency.pages.num_free)
+            for observer in self.observers:
+                observer.step(plan, times, self.scheduler.num_waiting, self.scheduler.residency.pages.num_free)
         self._last_end = now
         return [self._report(update, output, now) for update in updates if update.request_id in self._records]
 
@@ -260,7 +267,7 @@ class Engine:
         if record.params.logprobs is not None and output.logprobs is not None:
             logprob = token_logprob(output.logprobs, update.coda_row, update.token_id, record.params.logprobs)
         record.append(update.token_id, update.exit_depth, logprob, update.finish_reason == "stop")
-        record.mark_first_token(now)
+        record.mark_token(now, self._latencies)
         record.cached_tokens = update.cached_tokens
         self._output_tokens += 1
         reason = update.finish_reason
@@ -307,6 +314,8 @@ class Engine:
         if self._trace is not None:
             tokens = len(record.spec.prompt_token_ids), len(record.token_ids)
             self._trace.request(request_id, record.metrics.arrival, now, *tokens, reason)
+        if reason in ("stop", "length"):
+            self._latencies.finished(record.metrics)
         if self._checker is not None:
             self._checker.end(request_id)
         return reason
@@ -436,6 +445,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             finished=dict(self._finished),
+            latencies=self._latencies.copy(),
             scheduler=deepcopy(self.scheduler.stats),
             executor=deepcopy(self.executor.stats),
         )
@@ -446,8 +456,8 @@ class Engine:
             self._closed = True
             self._records.clear()
             self.executor.close()
-            if self._trace is not None:
-                self._trace.close()
+            for observer in self.observers:
+                observer.close()
 
     def _require_working(self) -> None:
         if self._closed:

@@ -6,16 +6,35 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of `time.perf_counter`; None until the event has happened."""
+    """Times of one request, in seconds of `time.perf_counter`; None until the event has happened.
+
+    ``scheduled`` is when it was first planned, ``first_token`` when the host saw its first token.
+    """
 
     arrival: float
+    scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival until it was first planned."""
+        return None if self.scheduled is None else self.scheduled - self.arrival
 
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival until the host saw the first token."""
         return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def prefill_time(self) -> float | None:
+        """Seconds from the first plan until the host saw the first token."""
+        return None if self.scheduled is None or self.first_token is None else self.first_token - self.scheduled
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from the first token to the end."""
+        return None if self.first_token is None or self.finished is None else self.finished - self.first_token
 
     @property
     def latency(self) -> float | None:

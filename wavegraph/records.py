@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from wavegraph.capture.ring import Logprobs
+from wavegraph.histograms import LatencyHistograms
 from wavegraph.outputs import RequestMetrics, RequestOutput, TokenLogprob
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import RequestSpec
@@ -29,6 +30,7 @@ class Record:
         self.index = index
         self.seed = seed
         self.metrics = RequestMetrics(arrival)
+        self._last_token: float | None = None
         self.token_ids: list[int] = []
         self.exit_depths: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -48,10 +50,20 @@ class Record:
             self.text.append(token_id)
             self.stop_reason = self.text.matched
 
-    def mark_first_token(self, now: float) -> None:
-        """The host saw the first token."""
-        if self.metrics.first_token is None:
+    def mark_scheduled(self, now: float, latencies: LatencyHistograms) -> None:
+        """The request was planned; a second time, if it was preempted, does not count."""
+        if self.metrics.scheduled is None:
+            self.metrics = replace(self.metrics, scheduled=now)
+            latencies.queue.observe(now - self.metrics.arrival)
+
+    def mark_token(self, now: float, latencies: LatencyHistograms) -> None:
+        """The host saw a token."""
+        if self._last_token is None:
             self.metrics = replace(self.metrics, first_token=now)
+            latencies.started(self.metrics)
+        else:
+            latencies.inter_token.observe(now - self._last_token)
+        self._last_token = now
 
     def finish(self, now: float) -> None:
         """The request has ended."""

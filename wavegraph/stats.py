@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from wavegraph.capture.executor import ExecutorStats
+from wavegraph.histograms import LatencyHistograms
 from wavegraph.scheduler.scheduler import SchedulerStats
 
 
@@ -14,7 +15,8 @@ class EngineStats:
 
     ``scheduler`` counts steps and rows, ``executor`` replays by program and bucket, misses by reason, and swaps.
     Pages are of the KV pool; ``cached_pages`` are free but hold a known prefix. ``prefix_queries`` and
-    ``prefix_hits`` count prompt tokens. ``finished`` counts requests by reason.
+    ``prefix_hits`` count prompt tokens. ``finished`` counts requests by reason; ``latencies`` are
+    histograms of their times.
     """
 
     running: int
@@ -29,6 +31,7 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     finished: dict[str, int]
+    latencies: LatencyHistograms
     scheduler: SchedulerStats
     executor: ExecutorStats
 

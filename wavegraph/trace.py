@@ -7,13 +7,23 @@ steps; counters show rows, padding, queue and free pages; each request is a line
 
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from wavegraph.errors import OutputError
 from wavegraph.scheduler.plan import StepPlan
 from wavegraph.workload import REQUEST_EVENT
 
 HOST, DEVICE, FIRST_DEPTH = 1, 2, 10
+
+
+class StepObserver(Protocol):
+    """Who is told about every step. It is called by the engine's thread, and keeps that waiting while it works."""
+
+    def step(self, plan: StepPlan, times: tuple[float, float, float, float], waiting: int, free_pages: int) -> None:
+        """One step. ``times`` in seconds: planning began, was submitted, device began, result was seen."""
+
+    def close(self) -> None:
+        """There will be no more steps. May be called twice."""
 
 
 class TraceWriter:
