@@ -42,6 +42,7 @@ from wavegraph.cli.engine import engine_options, import_engine, model_path, take
 @click.option("--request-timeout", type=float, metavar="S", help="For a request to be answered.  [default: 600]")
 @click.option("--stall-timeout", type=float, metavar="S", help="For a client that does not read.  [default: 30]")
 @click.option("--keep-alive", type=float, metavar="S", help="Between signs of life in a stream.  [default: 15]")
+@click.option("--dashboard/--no-dashboard", default=True, show_default=True, help="Live page at /dashboard, no key.")
 @click.option(
     "--drain-seconds",
     default=60.0,
@@ -97,6 +98,7 @@ _SETTINGS = (
     "request_timeout",
     "stall_timeout",
     "keep_alive",
+    "dashboard",
 )
 
 

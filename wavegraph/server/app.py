@@ -16,11 +16,13 @@ from starlette.responses import Response
 
 from wavegraph.server import responses as answers
 from wavegraph.server.async_engine import AsyncEngine
+from wavegraph.server.dashboard import Feed
 from wavegraph.server.errors import RETRY_AFTER, ApiError, ErrorBody, error_response
 from wavegraph.server.guard import REQUEST_ID, Guard
 from wavegraph.server.handlers import Handlers
 from wavegraph.server.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from wavegraph.server.settings import Settings
+from wavegraph.server.sight import sight_router
 
 SCHEMAS = "#/components/schemas/"
 
@@ -53,6 +55,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
 
 def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     """The application over one engine, which it starts, and closes at the end."""
+    feed = Feed(engine, settings.model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -60,6 +63,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         try:
             yield
         finally:
+            await feed.close()
             await engine.close()
 
     app = FastAPI(
@@ -85,6 +89,7 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
     app.add_exception_handler(Exception, _on_bug)
     _add_generation(app, Handlers(engine, settings))
     _add_operation(app, engine)
+    app.include_router(sight_router(engine, settings, feed))
     app.openapi = partial(_openapi, app, app.openapi)  # type: ignore[method-assign]
     return app
 
@@ -173,7 +178,7 @@ def _documented(gives: type[Struct], takes: bool = False) -> dict[int | str, dic
     """Answers of a path: its own, and errors."""
     own: dict[str, Any] = {"description": gives.__doc__ or "", "content": _json_of(gives)}
     if takes and gives in (answers.Completion, answers.ChatCompletion):
-        own["content"] = {**own["content"], "text/event-stream": {"schema": {"type": "string"}}}
+        own["content"] = {**own["content"], "text/event-stream": {}}
     errors = {"description": "An error.", "content": _json_of(ErrorBody)}
     if gives is Status:
         return {200: own, 503: own}

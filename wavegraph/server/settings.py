@@ -19,6 +19,7 @@ class Settings:
     - ``request_timeout``: from a request's arrival to the end of its answer.
     - ``stall_timeout``: how long a client may leave its connection's full buffer unread.
     - ``keep_alive``: between two signs of life in a stream that has nothing to say.
+    - ``dashboard``: serve ``/dashboard``, which needs no key.
     - ``created``: when the model came up, in Unix time.
     """
 
@@ -31,6 +32,7 @@ class Settings:
     request_timeout: float = 600.0
     stall_timeout: float = 30.0
     keep_alive: float = 15.0
+    dashboard: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """Server-sent events: an answer chunk by chunk."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import msgspec
 from starlette.responses import Response
@@ -22,7 +23,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -30,14 +31,15 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them all."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def events(
     generation: Generation, answer: Answer, *, include_usage: bool, keep_alive: float, deadline: float
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """The answer as events, all that a step brings in one piece; ends with ``[DONE]``, after an error too.
 
     ``keep_alive`` seconds without news make a comment, which clients skip and proxies count as life. ``deadline`` is
