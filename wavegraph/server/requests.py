@@ -82,7 +82,8 @@ def _check_chat(value: Any) -> list[dict[str, Any]]:
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_TEXT = {"type": "string"}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
 _PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -92,9 +93,9 @@ _MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": [_TEXT, _PART]}}, {"type": "null"}]},
     },
-    "required": ["role", "content"],
+    "required": ["role"],  # an assistant's turn may have no content
 }
 
 Prompts = Annotated[
