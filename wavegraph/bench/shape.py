@@ -1,6 +1,7 @@
 """The shape that benchmarks run: options, and a random model of it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,27 +45,29 @@ class Shape:
 
     def config(self, *, depths: int = 1, max_len: int | None = None) -> OuroConfig:
         """A model of this shape with ``depths`` loops."""
-        return OuroConfig.from_dict(
-            {
-                "model_type": "ouro",
-                "hidden_act": "silu",
-                "vocab_size": self.vocab,
-                "hidden_size": self.hidden,
-                "intermediate_size": self.inner,
-                "num_hidden_layers": self.layers,
-                "num_attention_heads": self.heads,
-                "num_key_value_heads": self.heads,
-                "head_dim": self.head_dim,
-                "total_ut_steps": depths,
-                "rope_theta": 1e6,
-                "rms_norm_eps": 1e-6,
-                "max_position_embeddings": max_len or self.context,
-                "tie_word_embeddings": True,
-                "early_exit_threshold": 1.0,
-                "eos_token_id": 0,
-                "torch_dtype": self.dtype,
-            }
-        )
+        return OuroConfig.from_dict(self.config_dict(depths=depths, max_len=max_len))
+
+    def config_dict(self, *, depths: int = 1, max_len: int | None = None) -> dict[str, Any]:
+        """The same as a checkpoint's ``config.json`` has it."""
+        return {
+            "model_type": "ouro",
+            "hidden_act": "silu",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.head_dim,
+            "total_ut_steps": depths,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": max_len or self.context,
+            "tie_word_embeddings": True,
+            "early_exit_threshold": 1.0,
+            "eos_token_id": 0,
+            "torch_dtype": self.dtype,
+        }
 
     def weights(self, config: OuroConfig) -> dict[str, Tensor]:
         """Random weights by public names."""

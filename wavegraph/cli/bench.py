@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from wavegraph.cli.bench_engine import decode_command, prefill_command
+from wavegraph.cli.bench_serve import serve_command
 from wavegraph.cli.bench_tables import common_options, end, make_shape, shape_options, show, times
 from wavegraph.cli.common import complete_model, examples, integers, json_output
 from wavegraph.cli.engine import Bars, import_engine, model_path
@@ -20,6 +21,7 @@ def bench_command() -> None:
 
 bench_command.add_command(prefill_command)
 bench_command.add_command(decode_command)
+bench_command.add_command(serve_command)
 
 
 @bench_command.command("step", epilog=examples("bench step --spans 16,64 --waiting 0,10000"))
