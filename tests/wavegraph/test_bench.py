@@ -273,3 +273,18 @@ def test_ladders_run_the_same_steps() -> None:
         assert each["name"] in table
     assert facts["steps"] == 5
     assert 1 <= facts["mean_rows"] <= 40
+
+
+@pytest.mark.slow
+def test_serve() -> None:
+    work = ["--streams", "3", "--prompt-len", "9", "--tokens", "8", "--depths", "2"]
+    table, facts = run("serve", *SIZES, *work)
+    offline, http = facts["sides"]
+    assert (offline["side"], http["side"]) == ("offline", "http")
+    assert facts["ratio"] == pytest.approx(http["tokens_s"]["median"] / offline["tokens_s"]["median"])
+    for side in (offline, http):
+        assert side["tokens_s"]["median"] == pytest.approx(24e3 / side["run_ms"]["median"])
+        assert side["steps"] >= 2 * 8
+        assert 0 < side["replay_seconds"] * 1e3 < side["run_ms"]["high"]
+    assert http["client_cpu_seconds"] > 0
+    assert "3 streams" in table

@@ -7,6 +7,7 @@ while one side works, the other waits.
 import asyncio
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from safetensors.torch import save_file
 from wavegraph.bench.measure import WARM_UPS, Times, machine_facts
 from wavegraph.bench.shape import Shape
 from wavegraph.bench.sse import DONE, stream
-from wavegraph.builtin import PackagedModel
+from wavegraph.builtin import builtin_path
 from wavegraph.config import EngineConfig
 from wavegraph.errors import EngineError
 from wavegraph.llm import LLM
@@ -55,7 +56,10 @@ def bench_serve(
                 _online(port, prompts, tokens)
             rounds = [(_offline(llm, prompts, tokens), _online(port, prompts, tokens)) for _ in range(repeats)]
             isa = getattr(llm.engine.model.ops, "isa", None)
-    offline, http = (_side(name, runs, streams * tokens) for name, runs in zip(("offline", "http"), zip(*rounds)))
+    offline, http = (
+        _side(name, [each[place] for each in rounds], streams * tokens)
+        for place, name in enumerate(("offline", "http"))
+    )
     return {
         "benchmark": "serve",
         **machine_facts(),
@@ -85,11 +89,10 @@ def _side(name: str, runs: Sequence[dict[str, float]], tokens: int) -> dict[str,
 
 def _write_checkpoint(folder: Path, shape: Shape, depths: int, max_len: int) -> Shape:
     """Random weights under the built-in model's tokenizer, so that both sides make text; the shape with its size."""
-    package = PackagedModel.load()
-    shape = replace(shape, vocab=package.vocab_size)
+    shape = replace(shape, vocab=OuroConfig.from_file(builtin_path()).vocab_size)
     config = shape.config_dict(depths=depths, max_len=max_len)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_bytes(package.tokenizer)
+    shutil.copy(builtin_path() / "tokenizer.json", folder)
     save_file(shape.weights(OuroConfig.from_dict(config)), folder / "model.safetensors")
     return shape
 
