@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.harness import Served
+from tests.server.test_metrics import COUNTERS, GAUGES, HISTOGRAMS
 from wavegraph.cli.serve import serve_command
 from wavegraph.server.requests import _UNSUPPORTED, ChatCompletionRequest, CompletionRequest
 
@@ -86,3 +87,8 @@ def test_the_document_is_whole(server: Served) -> None:
     text = server.request("GET", "/openapi.json")[2].decode()
     for name in set(re.findall(r'"\$ref":"#/components/schemas/([^"]+)"', text)):
         assert f'"{name}":{{' in text.partition('"schemas":')[2], name
+
+
+def test_every_metric_is_described() -> None:
+    for name in (*GAUGES, *HISTOGRAMS, *(f"{name}_total" for name in COUNTERS)):
+        assert f"`wavegraph:{name}`" in PAGE, name
