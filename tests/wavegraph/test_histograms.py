@@ -16,7 +16,7 @@ BOUNDS = (0.1, 0.5, 2.0)
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 
 
-@given(st.lists(st.floats(0, 10)))
+@given(st.lists(st.sampled_from(BOUNDS) | st.floats(0, 10)))
 def test_every_value_is_in_the_bucket_of_the_first_bound_that_holds_it(values: list[float]) -> None:
     histogram = Histogram(BOUNDS)
     for value in values:
