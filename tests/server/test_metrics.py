@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.drive import build, run
 from wavegraph.engine import Engine
 from wavegraph.sampling import SamplingParams
+from wavegraph.scheduler.plan import PaddingReason
 from wavegraph.server.metrics import Metrics
 
 Page = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -24,6 +25,7 @@ COUNTERS = {
     "steps",
     "rows",
     "coda_rows",
+    "coda_padding_rows",
     "padding_rows",
     "bucket_hits",
     "bucket_misses",
@@ -129,7 +131,9 @@ def test_rows_steps_and_buckets_add_up() -> None:
     sizes = {int(dict(labels)["bucket"]): count for labels, count in hits.items() if dict(labels)["program"] == "core"}
     assert set(sizes) <= set(engine.sizes.ladder.sizes)
     assert sum(sizes.values()) == steps["prompt"] + steps["decode"] + steps["mixed"]
-    padding = value(now, "padding_rows_total", program="core")
+    reasons = now["wavegraph:padding_rows_total"]
+    assert {dict(labels)["reason"] for labels in reasons} == {reason.value for reason in PaddingReason if reason.value}
+    padding = sum(reasons.values())
     assert sum(size * count for size, count in sizes.items()) == sum(rows.values()) + padding
     assert value(now, "coda_rows_total") == 7
     assert value(now, "replay_seconds_total", program="core") > 0

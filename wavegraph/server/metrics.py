@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from wavegraph.histograms import Histogram
+from wavegraph.scheduler.plan import PaddingReason
 from wavegraph.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -103,8 +104,10 @@ class EngineCollector(Collector):
         rows = {"prompt": stats.prompt_rows, "decode": stats.rows - stats.prompt_rows}
         yield self._counter("rows", "Live rows of CORE: one position at one depth each.", _by_label(rows), "kind")
         yield self._counter("coda_rows", "Live rows of CODA.", stats.coda_rows)
-        padding = {"core": stats.padding_rows, "coda": stats.coda_padding_rows}
-        yield self._counter("padding_rows", "Rows of replays that carried no work.", _by_label(padding), "program")
+        yield self._counter("coda_padding_rows", "Rows of CODA that carried no work.", stats.coda_padding_rows)
+        padding = {reason.value: stats.padding_reasons[reason] for reason in PaddingReason if reason.value}
+        text = "Rows of CORE that carried no work, by the reason why the bucket was not full."
+        yield self._counter("padding_rows", text, _by_label(padding), "reason")
 
     def _programs(self) -> Iterator[Metric]:
         programs = {name: getattr(self._stats.executor, name) for name in PROGRAMS}
