@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ def wait_until(page: "playwright.Page", expression: str, seconds: float = 60) ->
         page.wait_for_timeout(50)
 
 
+# Pixels of the wavefront in the colours of prompt rows, decode rows and padding.
 DRAWN = """() => {
   const canvas = document.getElementById("wave");
   const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", {willReadFrequently: true});
@@ -101,12 +103,13 @@ def test_the_page_draws_and_moves_under_load(server: Served, browser: "playwrigh
     wait_until(page, "points.length > 3 && columns.length > 200")
     assert page.inner_text("#state") == "live"
     assert SETTINGS.model_name in page.inner_text("#facts")
-    assert all(count > 50 for count in page.evaluate(DRAWN)), "prompt, decode and padding are drawn"
+    wait_until(page, f"({DRAWN})().every((pixels) => pixels > 50)")
     picture = "document.getElementById('wave').toDataURL()"
     before = page.evaluate(picture)
     wait_until(page, f"{picture} !== {json.dumps(before)}", 10)
     for tile in ("output", "prompt", "ttft", "itl", "rows", "padding", "pages"):
         assert any(digit.isdigit() for digit in page.inner_text(f"#t-{tile}")), tile
+    assert re.fullmatch(r"why: .+ \d+ %", page.inner_text("#reasons"))
     assert page.locator(".uplot canvas").count() == 5
     assert page.evaluate("plots['c-tokens'].data[1].filter((rate) => rate > 0).length") > 2
     page.click("#pause")
@@ -118,8 +121,7 @@ def test_the_page_draws_and_moves_under_load(server: Served, browser: "playwrigh
     assert "depth 3" in page.inner_text("#tip")
     page.click("#theme")
     page.click("#pause")
-    page.wait_for_timeout(500)
-    assert all(count > 50 for count in page.evaluate(DRAWN)), "drawn in the other theme too"
+    wait_until(page, f"({DRAWN})().every((pixels) => pixels > 50)")
     if "WAVEGRAPH_SCREENSHOTS" in os.environ:
         page.screenshot(path=Path(os.environ["WAVEGRAPH_SCREENSHOTS"], f"dashboard-{scheme}.png"), full_page=True)
     page.close()

@@ -123,6 +123,7 @@ def test_a_point_is_what_lies_between_two_snapshots() -> None:
     assert point["steps"] == sum(point["hits"].values()) == after.scheduler.core_steps - before.scheduler.core_steps
     assert point["rows"] == 4 * (10 + 2 * 11)
     assert point["rows"] + point["padding"] == sum(int(size) * count for size, count in point["hits"].items())
+    assert sum(point["reasons"].values()) == point["padding"] > 0
     assert point["ttft"]["count"] == 2
     assert point["itl"]["count"] == 22
     gaps = after.latencies.inter_token.total - before.latencies.inter_token.total

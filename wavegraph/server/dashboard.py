@@ -178,6 +178,7 @@ def stats_point(before: EngineStats, after: EngineStats, then: float, now: float
         "steps": steps.core_steps - steps_before.core_steps,
         "rows": steps.rows - steps_before.rows,
         "padding": steps.padding_rows - steps_before.padding_rows,
+        "reasons": dict(steps.padding_reasons - steps_before.padding_reasons),
         "hits": {str(size): count for size, count in (after.executor.core.hits - before.executor.core.hits).items()},
         "ttft": _summary(after.latencies.first_token.since(before.latencies.first_token)),
         "itl": _summary(after.latencies.inter_token.since(before.latencies.inter_token)),
