@@ -14,7 +14,7 @@ executor raises it from the next `poll` of that step or a later one, or the next
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
@@ -111,8 +111,10 @@ class Executor:
         self.pools = build_pools(config, limits, dtype, target, make)
         layout = limits.layout()
         buffers = build_step_buffers(config, limits, layout, dtype, target, make)
-        self.io, self._packed, self._results = buffers.io, buffers.packed, buffers.results
+        self._packed, self._results = buffers.packed, buffers.results
         self.work = build_workspace(config, limits, dtype, target, make)
+        words = model.ops.scratch_size(buffers.io, self.pools, self.work)
+        self.io = replace(buffers.io, scratch=make((words,), dtype=torch.int32, device=target))
         self._programs = Programs(model, self.io, self.pools, self.work, ladder, coda_ladder)
         self._static = StaticSet.of(model=model, io=self.io, pools=self.pools, work=self.work)
         self._audit = Audit(model, self.io, self.pools, self._programs, self._static, guards) if check else None

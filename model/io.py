@@ -7,9 +7,14 @@ number of request slots, ``G`` the number of pages, ``W`` the width of a request
 request and page ``G`` the scratch page: padding reads and writes only those, and no request can own them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class StepIO:
     - ``coda_rank [C]``: how many logits are strictly larger than the token's
     - ``top_ids [C, T]``, ``top_logprobs [C, T]`` float32: the T = min(MAX_TOP_LOGPROBS, V) most likely tokens, ties
       by token id
+
+    ``scratch [Ops.scratch_size]`` is the operator set's own; its content means nothing between programs.
     """
 
     header: Tensor
@@ -84,6 +91,7 @@ class StepIO:
     coda_rank: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+    scratch: Tensor = field(default_factory=_nothing)
 
 
 @dataclass(frozen=True, slots=True)

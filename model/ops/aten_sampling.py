@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wavegraph.model.io import Pools, StepIO
+from wavegraph.model.io import Pools, StepIO, Workspace
 from wavegraph.model.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS, Action, Column
 
 # Most logits worked on at once: bounds temporary memory, whatever the bucket.
@@ -20,7 +20,11 @@ _WORD = 0xFFFFFFFF
 
 
 class AtenSampling:
-    """The part of `wavegraph.model.ops.base.Ops` that CODA runs after the language head."""
+    """The part of `wavegraph.model.ops.base.Ops` that CODA runs after the language head. It needs no scratch."""
+
+    def scratch_size(self, io: StepIO, pools: Pools, work: Workspace) -> int:
+        """None."""
+        return 0
 
     def leave(self, io: StepIO, pools: Pools, rows: int) -> None:
         """Action and gate decide. Each sigmoid is computed in float64, then rounded to float32."""

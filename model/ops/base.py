@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from wavegraph.model.io import Pools, StepIO
+from wavegraph.model.io import Pools, StepIO, Workspace
 
 
 class Ops(Protocol):
@@ -30,6 +30,10 @@ class Ops(Protocol):
 
     def pack_gate_up(self, weight: Tensor) -> Tensor:
         """Bring the stacked gate and up weights ``[2 I, H]`` into the layout `linear_silu_mul` wants."""
+        ...
+
+    def scratch_size(self, io: StepIO, pools: Pools, work: Workspace) -> int:
+        """How many words of int32 ``io.scratch`` must hold; asked once, before any other call on these tensors."""
         ...
 
     def update_tables(self, io: StepIO) -> None:

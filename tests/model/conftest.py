@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ class Driver:
             top_logprobs=floats(coda_rows, min(MAX_TOP_LOGPROBS, config.vocab_size), dtype=torch.float32),
         )
         self.io.params[:slots] = torch.tensor(encode_params(), dtype=torch.int32)
+        words = model.ops.scratch_size(self.io, self.pools, self.work)
+        self.io = replace(self.io, scratch=ints(words).fill_(-1))
 
     def _set(self, prefix: str, fields: Sequence[str], entries: Sequence[Sequence[int]], fill: dict[str, int]) -> None:
         for index, field in enumerate(fields):
