@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Keep out of the user's cache folder, yet share what is made (by content) between processes and runs.
 os.environ.setdefault("WAVEGRAPH_CACHE", str(Path(__file__).parents[1] / "build" / "cache"))
+os.environ.setdefault("TRITON_CACHE_DIR", os.environ["WAVEGRAPH_CACHE"] + "/triton")
 
 # The same examples in every run, on every machine. Whoever wants only a verdict need not wait for a small example.
 PHASES = [Phase.explicit, Phase.generate] if "WAVEGRAPH_NO_SHRINKING" in os.environ else list(Phase)
