@@ -27,13 +27,17 @@ def rows_of(spans: Sequence[Span]) -> list[Row]:
 def prepared(ops: TritonOps, shape: Shape, dtype: torch.dtype, spans: Sequence[Span], bucket: int) -> Step:
     """A step whose spans are expanded at ``bucket``. Its scratch held NaN."""
     step = Step(shape, dtype)
-    width = torch.empty(1, shape.heads * shape.head_dim)
+    prepare(ops, step, spans, bucket)
+    return step
+
+
+def prepare(ops: TritonOps, step: Step, spans: Sequence[Span], bucket: int) -> None:
+    width = torch.empty(1, step.shape.heads * step.shape.head_dim)
     work = Workspace(x=width, normed=width, branch=width, qkv=width, attn=width, mlp=width, coda_x=width)
     words = ops.scratch_size(step.io, step.pools, work)
     step.io = replace(step.io, scratch=torch.full((words,), -1, dtype=torch.int32))
     set_spans(step, spans)
     ops.prepare(step.io, step.pools, bucket)
-    return step
 
 
 def framed(rows: int, width: int, dtype: torch.dtype, extra: int = 3) -> Tensor:
