@@ -25,6 +25,7 @@ TARGETS = tuple(SHARED_LIMITS)
 KERNELS = (
     "update_tables", "expand", "list_items", "gather", "norm", "residual_norm", "rope_write", "silu_mul",
     "scatter_gate", "coda_gather", "attention", "merge_splits", "gemm", "leave", "draw_greedy", "copy_exits",
+    "count_tokens", "order_logits", "weigh", "pick", "score",
 )  # fmt: skip
 
 

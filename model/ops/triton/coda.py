@@ -1,22 +1,21 @@
-"""The operators of CODA: hidden rows, exits and the greedy draw in Triton, sampling in ATen."""
+"""The operators of CODA: hidden rows, exits, draws and scores."""
 
+import torch
 from torch import Tensor
 
 from wavegraph.model.io import Pools, StepIO
-from wavegraph.model.ops.aten_sampling import AtenSampling
 from wavegraph.model.ops.triton.kit import Kernels, cdiv, power, scratch_slot
 from wavegraph.model.sampling import PARAMS_WIDTH, Action, Column
 
 _CODA_BLOCK = 32
 _VOCAB_BLOCK = 4096
+_SAMPLER_BLOCK = 1024
+_PICK_BLOCK = 1024
+_HISTORY_BLOCK = 1024
 
 
-class TritonCoda(Kernels, AtenSampling):
-    """The part of `wavegraph.model.ops.base.Ops` that CODA runs, apart from the language head.
-
-    Sampling by a request's own parameters, and scores, are ATen operators: they need the vocabulary in order, which
-    one sort gives; every one of them has a fixed shape and waits for nothing, so that graphs hold them too.
-    """
+class TritonCoda(Kernels):
+    """The part of `wavegraph.model.ops.base.Ops` that CODA runs, apart from the language head."""
 
     def coda_gather(self, out: Tensor, io: StepIO, pools: Pools, rows: int) -> None:
         """out = hidden rows of the coda positions; zero for padding."""
@@ -85,6 +84,115 @@ class TritonCoda(Kernels, AtenSampling):
             num_warps=8,
         )
 
+    def draw(self, io: StepIO, rows: int) -> None:
+        """Order the final logits, weigh them, and find the token by bisection over masses that are exact integers."""
+        vocab = io.logits.shape[1]
+        block = min(_SAMPLER_BLOCK, power(vocab))
+        row = {"left_tab": io.coda_left, "coda_slot_tab": io.coda_slot, "coda_pos_tab": io.coda_pos}
+        counts = torch.zeros((rows, vocab), dtype=torch.int32, device=io.logits.device)
+        order, top = torch.empty_like(counts), counts.new_full((rows,), -(2**31))
+        weight = torch.empty((rows, vocab), dtype=torch.int64, device=io.logits.device)
+        self._launch(
+            "count_tokens",
+            (rows, cdiv(io.token_table.shape[1], _HISTORY_BLOCK)),
+            {
+                "counts_ptr": counts,
+                "token_tab": io.token_table,
+                "params_tab": io.params,
+                **row,
+                "token_width": io.token_table.shape[1],
+            },
+            {
+                "VOCAB": vocab,
+                "PARAMS": PARAMS_WIDTH,
+                **_columns("PROMPT_LEN", "REPETITION", "PRESENCE", "FREQUENCY"),
+                "BLOCK": _HISTORY_BLOCK,
+            },
+        )
+        self._launch(
+            "order_logits",
+            (rows, cdiv(vocab, block)),
+            {
+                "order_ptr": order,
+                "top_ptr": top,
+                "logits_ptr": io.logits,
+                "counts_ptr": counts,
+                "params_tab": io.params,
+                **row,
+            },
+            {
+                "VOCAB": vocab,
+                "PARAMS": PARAMS_WIDTH,
+                **_columns("PROMPT_LEN", "MIN_TOKENS", "STOP_COUNT", "BIAS_COUNT"),
+                **_columns("REPETITION", "PRESENCE", "FREQUENCY", "STOP_IDS", "BIAS_IDS", "BIAS_VALUES"),
+                "BLOCK": block,
+            },
+            fp_fusion=False,
+        )
+        self._launch(
+            "weigh",
+            (rows, cdiv(vocab, block)),
+            {
+                "weight_ptr": weight,
+                "order_ptr": order,
+                "top_ptr": top,
+                "params_tab": io.params,
+                "left_tab": io.coda_left,
+                "coda_slot_tab": io.coda_slot,
+            },
+            {"VOCAB": vocab, "PARAMS": PARAMS_WIDTH, **_columns("TEMPERATURE"), "BLOCK": block},
+        )
+        self._launch(
+            "pick",
+            (rows, 1),
+            {
+                "order_ptr": order,
+                "weight_ptr": weight,
+                "top_ptr": top,
+                "token_out_tab": io.coda_token,
+                "token_tab": io.token_table,
+                "params_tab": io.params,
+                **row,
+                "token_width": io.token_table.shape[1],
+            },
+            {
+                "VOCAB": vocab,
+                "PARAMS": PARAMS_WIDTH,
+                **_columns("SEED_LOW", "SEED_HIGH", "TOP_K", "TEMPERATURE", "TOP_P", "MIN_P"),
+                "BLOCK": min(_PICK_BLOCK, power(vocab)),
+            },
+            num_warps=16,
+        )
+
+    def score(self, io: StepIO, rows: int) -> None:
+        """Log-softmax in float32; the most likely tokens one after another."""
+        vocab = io.logits.shape[1]
+        self._launch(
+            "score",
+            (rows, 1),
+            {
+                "logprob_tab": io.coda_logprob,
+                "rank_tab": io.coda_rank,
+                "top_ids_tab": io.top_ids,
+                "top_logprobs_tab": io.top_logprobs,
+                "logits_ptr": io.logits,
+                "token_out_tab": io.coda_token,
+                "token_tab": io.token_table,
+                "coda_slot_tab": io.coda_slot,
+                "coda_pos_tab": io.coda_pos,
+                "coda_action_tab": io.coda_action,
+                "token_width": io.token_table.shape[1],
+                "scratch_slot": scratch_slot(io),
+            },
+            {
+                "VOCAB": vocab,
+                "TOP": io.top_ids.shape[1],
+                "SCORE": int(Action.SCORE),
+                "BLOCK": min(_VOCAB_BLOCK, power(vocab)),
+            },
+            num_warps=16,
+        )
+
     def copy_exits(self, io: StepIO, pools: Pools, rows: int) -> None:
         """Copies for rows that want it; nothing else is written."""
         depths, layers, page_size, kv_heads, head_dim = pools.k.shape[1:]
@@ -115,3 +223,8 @@ class TritonCoda(Kernels, AtenSampling):
                 "BLOCK": power(kv_heads * head_dim),
             },
         )
+
+
+def _columns(*names: str) -> dict[str, int]:
+    """Where parameters lie, by the names of the kernels' constants."""
+    return {name: int(Column[name]) for name in names}

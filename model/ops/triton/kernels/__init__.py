@@ -8,7 +8,7 @@ gives zero, or minus infinity where that excludes it from a maximum.
 
 from typing import Any
 
-from wavegraph.model.ops.triton.kernels import attention, exits, gemm, rows, steps
+from wavegraph.model.ops.triton.kernels import attention, exits, gemm, rows, sampling, steps
 
 KERNELS: dict[str, Any] = {
     function.__name__: function
@@ -29,6 +29,11 @@ KERNELS: dict[str, Any] = {
         exits.leave,
         exits.draw_greedy,
         exits.copy_exits,
+        sampling.count_tokens,
+        sampling.order_logits,
+        sampling.weigh,
+        sampling.pick,
+        sampling.score,
     )
 }
 """Every kernel by its name."""
