@@ -23,7 +23,7 @@ HEAD_DIMS = (128, 64)
 TARGETS = tuple(SHARED_LIMITS)
 
 KERNELS = (
-    "update_tables", "expand", "list_items", "gather", "norm", "residual_norm", "rope_write", "silu_mul",
+    "update_tables", "plan_tiles", "expand", "gather", "norm", "residual_norm", "rope_write", "silu_mul",
     "scatter_gate", "coda_gather", "attention", "merge_splits", "gemm", "leave", "draw_greedy", "copy_exits",
     "count_tokens", "order_logits", "weigh", "pick", "score",
 )  # fmt: skip

@@ -22,8 +22,8 @@ TILE_ROWS = 16
 
 # Programs of kernels that take many small things each.
 _ENTRIES = 128
-_ROW_BLOCK = 32
-_ITEM_BLOCK = 32
+_SPAN_BLOCK = 1024
+_ROW_BLOCK = 128
 _MERGE_HEADS = 16
 _COLUMNS = 1024
 
@@ -97,40 +97,56 @@ class TritonOps(TritonCoda):
         )
 
     def prepare(self, io: StepIO, pools: Pools, rows: int) -> None:
-        """Expand spans to rows and tiles, then tiles to attention's work list."""
+        """Cut spans into tiles; then expand them to rows, and tiles to attention's work list."""
         splits, spans = self._splits(io, pools), io.span_slot.shape[0]
         work, tiles = work_list(io, splits, TILE_ROWS), most_tiles(rows, spans, TILE_ROWS)
+        span_tables = {
+            "span_slot_tab": io.span_slot,
+            "span_start_tab": io.span_start,
+            "span_count_tab": io.span_count,
+            "span_depth_tab": io.span_depth,
+            "row_ends_tab": work.row_ends,
+        }
+        steps = max(spans, tiles).bit_length()
+        self._launch(
+            "plan_tiles",
+            (1, 1),
+            {
+                **span_tables,
+                "tile_ends_tab": work.tile_ends,
+                "tiles_tab": work.tiles,
+                "item_ends_tab": work.item_ends,
+                "live_tab": work.live,
+                "spans": spans,
+                "steps": steps,
+                "split": splits.length,
+            },
+            {"TILE_ROWS": TILE_ROWS, "BLOCK": _SPAN_BLOCK},
+            num_warps=8,
+        )
+        span_tables.pop("span_count_tab")
         self._launch(
             "expand",
-            (cdiv(rows, _ROW_BLOCK), 1),
+            (cdiv(max(rows, tiles * splits.count), _ROW_BLOCK), 1),
             {
-                "span_slot_tab": io.span_slot,
-                "span_start_tab": io.span_start,
-                "span_count_tab": io.span_count,
-                "span_depth_tab": io.span_depth,
+                **span_tables,
                 "page_tab": io.page_table,
                 "row_slot_tab": io.row_slot,
                 "row_pos_tab": io.row_pos,
                 "row_depth_tab": io.row_depth,
                 "row_page_tab": io.row_page,
                 "row_offset_tab": io.row_offset,
-                "tiles_tab": work.tiles,
-                "splits_tab": work.tile_splits,
+                "item_ends_tab": work.item_ends,
+                "live_tab": work.live,
+                "items_tab": work.items,
                 "rows": rows,
-                "tiles": tiles,
                 "spans": spans,
+                "steps": steps,
                 "page_width": io.page_table.shape[1],
                 "scratch_slot": scratch_slot(io),
                 "scratch_page": scratch_page(pools),
-                "split": splits.length,
             },
-            {"SPANS": power(spans), "PAGE_SIZE": pools.page_size, "TILE_ROWS": TILE_ROWS, "BLOCK": _ROW_BLOCK},
-        )
-        self._launch(
-            "list_items",
-            (cdiv(tiles * splits.count, _ITEM_BLOCK), 1),
-            {"splits_tab": work.tile_splits, "items_tab": work.items, "live_tab": work.live, "tiles": tiles},
-            {"TILES": power(work.tile_splits.shape[0]), "BLOCK": _ITEM_BLOCK},
+            {"PAGE_SIZE": pools.page_size, "BLOCK": _ROW_BLOCK},
         )
 
     def gather(self, out: Tensor, io: StepIO, pools: Pools, embedding: Tensor, rows: int) -> None:

@@ -29,13 +29,16 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Attention's work list for at most T tiles, as `wavegraph.model.ops.triton.kernels.steps` writes it. All int32.
+    """Attention's work list, as `wavegraph.model.ops.triton.kernels.steps` writes it. All int32.
 
-    ``tiles [T, 5]`` and ``tile_splits [T]``; ``items [T * splits, 2]``, of which ``live [1]`` count.
+    For S spans and at most T tiles: ``row_ends, tile_ends [S]``, ``tiles [T, 5]``, ``item_ends [T]``,
+    ``items [T * splits, 2]``, and ``live [2]``: how many items and tiles count.
     """
 
+    row_ends: Tensor
+    tile_ends: Tensor
     tiles: Tensor
-    tile_splits: Tensor
+    item_ends: Tensor
     items: Tensor
     live: Tensor
 
@@ -66,8 +69,9 @@ def partials(io: StepIO, splits: Splits, heads: int, head_dim: int, tile_rows: i
 
 
 def _list_sizes(io: StepIO, splits: Splits, tile_rows: int) -> tuple[int, ...]:
-    tiles = most_tiles(io.row_slot.shape[0], io.span_slot.shape[0], tile_rows)
-    return tiles * TILE_FIELDS, tiles, tiles * splits.count * 2, 1
+    spans = io.span_slot.shape[0]
+    tiles = most_tiles(io.row_slot.shape[0], spans, tile_rows)
+    return spans, spans, tiles * TILE_FIELDS, tiles, tiles * splits.count * 2, 2
 
 
 def _partial_sizes(io: StepIO, splits: Splits, heads: int, head_dim: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from tests.model.interpreted.steps import (
     set_spans,
 )
 from wavegraph.model.ops.aten import AtenOps
+from wavegraph.model.ops.triton import ops as triton_ops
 from wavegraph.model.ops.triton.launch import JitLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 from wavegraph.model.ops.triton.scratch import Splits, most_tiles, work_list
@@ -161,8 +162,9 @@ SPAN_LISTS: list[list[Span]] = [
 
 
 @pytest.mark.parametrize("spans", SPAN_LISTS, ids=len)
-def test_rows_and_work_list(ops: TritonOps, spans: list[Span]) -> None:
-    """Rows as ATen expands them; each tile's splits are listed in turn, and no more are live."""
+def test_rows_and_work_list(ops: TritonOps, spans: list[Span], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows as ATen expands them; each tile's splits are listed in turn, and no more are live. Sums run over blocks."""
+    monkeypatch.setattr(triton_ops, "_SPAN_BLOCK", 16)
     shape, bucket = Shape(), max(1, sum(span[2] for span in spans) + 3)
     step = prepared(ops, shape, torch.float32, spans, bucket)
     aten = Step(shape, torch.float32)
@@ -181,7 +183,7 @@ def test_rows_and_work_list(ops: TritonOps, spans: list[Span]) -> None:
     work = work_list(step.io, Splits.of(shape.blocks * shape.page_size, 64, 16, 64), 16)
     assert len(tiles) <= most_tiles(bucket, shape.rows, 16)
     assert list(map(tuple, work.tiles.view(-1, 5)[: len(tiles)].tolist())) == tiles
-    assert int(work.live) == len(items)
+    assert work.live.tolist() == [len(items), len(tiles)]
     assert list(map(tuple, work.items.view(-1, 2)[: len(items)].tolist())) == items
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
+from tests.capture.driver import Driver, make_executor
 from tests.model.cpu_step import same_bits
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.aten import AtenOps
@@ -16,29 +17,28 @@ from wavegraph.model.ops.base import Ops
 from wavegraph.model.ops.triton.launch import JitLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 from wavegraph.model.reference import ReferenceModel
-from wavegraph.model.sampling import Action, encode_params
+from wavegraph.model.sampling import FEATURE_SAMPLER, Action, encode_params
 from wavegraph.model.weights import model_from_tensors, random_weights
 
 MakeDriver = Callable[..., Any]
 MakeConfig = Callable[..., OuroConfig]
 
-PROMPTS = [random.Random(seed).choices(range(97), k=length) for seed, length in enumerate((19, 4, 5))]
+PROMPTS = [random.Random(seed).choices(range(97), k=length) for seed, length in enumerate((19, 4))]
 
-# (spans, coda rows) of each step: a wavefront of three requests. Chunks of a request follow each other through the
-# depths; some steps hold rows of all of them.
+# (spans, coda rows) of each step: a wavefront of two requests, whose chunks follow each other through two depths. The
+# sampling program takes the last one.
 SCHEDULE: list[tuple[list[tuple[int, int, int, int]], list[tuple[int, ...]]]] = [
     ([(0, 0, 17, 0), (1, 0, 1, 0)], []),
-    ([(0, 0, 17, 1), (1, 0, 1, 1), (0, 17, 2, 0), (2, 0, 5, 0)], []),
-    ([(0, 17, 2, 1), (1, 1, 3, 0), (2, 0, 5, 1), (0, 0, 17, 2), (1, 0, 1, 2)], []),
-    ([(2, 0, 5, 2), (1, 1, 3, 1), (0, 17, 2, 2)], [(0, 18), (2, 4, 2, Action.GATE)]),
-    ([(1, 1, 3, 2), (0, 19, 1, 0)], [(1, 3), (0, 18, 2, Action.SCORE)]),
+    ([(0, 0, 17, 1), (1, 0, 1, 1), (0, 17, 2, 0), (1, 1, 3, 0)], []),
+    ([(1, 1, 3, 1), (0, 17, 2, 1)], [(0, 18), (1, 3, 1, Action.GATE)]),
+    ([(0, 19, 1, 0)], [(0, 18, 1, Action.SCORE)]),
 ]
 
 
 def run(
     ops: Ops, config: OuroConfig, dtype: torch.dtype, make_driver: MakeDriver, padding: int
 ) -> tuple[Any, list[int]]:
-    """The driver after all steps, and the first tokens of the requests. The sampling program takes every other step."""
+    """The driver after all steps, and the first tokens of the requests."""
     tensors = dict(random_weights(config, 3, dtype))
     driver = make_driver(model_from_tensors(config, tensors, ops=ops, dtype=dtype), page_size=16, max_len=32)
     tokens = {}
@@ -50,7 +50,7 @@ def run(
             if depth == 0
         ]
         live = sum(span[2] for span in spans)
-        params = [(slot, encode_params(exit_threshold=0.5, exit_copy=True)) for slot in range(3)] if number == 0 else []
+        params = [(slot, encode_params(exit_threshold=0.5, exit_copy=True)) for slot in range(2)] if number == 0 else []
         drawn = driver.step(
             spans,
             tokens=updates,
@@ -58,7 +58,7 @@ def run(
             coda_rows=coda_rows,
             coda_bucket=len(coda_rows) + padding,
             params=params,
-            full=number == 4,
+            full=number == 3,
         )
         tokens |= {row[0]: token for row, token in zip(coda_rows, drawn, strict=True) if token >= 0}
         if coda_rows:
@@ -75,11 +75,11 @@ def test_steps_equal_eager(
     dtype: torch.dtype, bound: float, deterministic: bool, small_config: MakeConfig, make_driver: MakeDriver
 ) -> None:
     """Hidden rows, KV and logits over one schedule; in bfloat16 as near as both are to float64."""
-    config = small_config(head_dim=16)
+    config = small_config(head_dim=16, total_ut_steps=2)
     ops = TritonOps(JitLauncher(), deterministic=deterministic, programs=4)
     (got, tokens), (want, expected) = (run(each, config, dtype, make_driver, padding=3) for each in (ops, AtenOps()))
     assert tokens == expected
-    assert len(tokens) == 3
+    assert len(tokens) == 2
     arrays = {name: tensor.double().numpy() for name, tensor in random_weights(config, 3, dtype)}
     reference = ReferenceModel(asdict(config), arrays)
     for slot, prompt in enumerate(PROMPTS):
@@ -91,23 +91,38 @@ def test_steps_equal_eager(
             for mine, theirs in zip(got.kv(slot, length), planes, strict=True):
                 assert_allclose(mine, theirs, rtol=0, atol=bound)
         assert_allclose(got.gates(slot, 0, length), want.gates(slot, 0, length), rtol=0, atol=bound)
-    assert_allclose(got.io.logits[:2].double(), want.io.logits[:2].double(), rtol=0, atol=bound)
+    assert_allclose(got.io.logits[:1].double(), want.io.logits[:1].double(), rtol=0, atol=bound)
     assert torch.equal(got.io.token_table[:-1], want.io.token_table[:-1])
 
 
 def test_deterministic_steps_have_the_same_bits_at_every_bucket(
     small_config: MakeConfig, make_driver: MakeDriver
 ) -> None:
-    config = small_config(head_dim=16, num_hidden_layers=1)
+    config = small_config(head_dim=16, num_hidden_layers=1, total_ut_steps=2)
     ops = TritonOps(JitLauncher(), deterministic=True, programs=4)
     model = model_from_tensors(config, dict(random_weights(config, 3, torch.bfloat16)), ops=ops, dtype=torch.bfloat16)
     results = []
-    for chunk, padding in ((5, 0), (2, 3)):
+    for chunk, padding in ((4, 0), (3, 3)):
         driver = make_driver(model, page_size=16, max_len=32)
-        driver.prefill(1, PROMPTS[2], chunk, padding=padding)
+        driver.prefill(1, PROMPTS[1], chunk, padding=padding)
         page = driver.page(1, 0)
         pools = driver.pools
-        results.append([pool[page, ..., :5, :].clone() for pool in (pools.k.transpose(3, 4), pools.hidden)])
+        results.append([pool[page, ..., :4, :].clone() for pool in (pools.k.transpose(3, 4), pools.hidden)])
         results[-1].append(driver.io.logits[0].clone())
     for one, other in zip(*results, strict=True):
         assert same_bits(one, other)
+
+
+def test_an_executor_over_interpreted_kernels(small_config: MakeConfig) -> None:
+    """The tokens of the ATen operators: packed inputs start anywhere, padding is whatever earlier steps left."""
+    config = small_config(head_dim=16, num_hidden_layers=1, total_ut_steps=2)
+    tensors = dict(random_weights(config, 3))
+    results = []
+    for ops in (TritonOps(JitLauncher(), programs=4), AtenOps()):
+        model = model_from_tensors(config, tensors, ops=ops, dtype=torch.float32)
+        driver = Driver(make_executor(model, "eager", ladder=(2, 8), coda_ladder=(2,), page_size=16, num_pages=6))
+        driver.features = FEATURE_SAMPLER
+        driver.add(0, [5, 3, 9, 9, 2])
+        driver.add(1, PROMPTS[1], encode_params(prompt_len=4, seed=5, temperature=0.8, top_k=20))
+        results.append(driver.generate(2, chunk=3, budget=8))
+    assert results[0] == results[1]

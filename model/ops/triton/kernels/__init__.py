@@ -14,8 +14,8 @@ KERNELS: dict[str, Any] = {
     function.__name__: function
     for function in (
         steps.update_tables,
+        steps.plan_tiles,
         steps.expand,
-        steps.list_items,
         rows.gather,
         rows.norm,
         rows.residual_norm,

@@ -23,7 +23,7 @@ def gather(
     token = tl.load(token_tab + where, mask=starts, other=0).to(tl.int64)
     place = tl.load(row_page_tab + row).to(tl.int64) * PAGE_SIZE + tl.load(row_offset_tab + row)
     embedded = tl.load(embedding_ptr + token * HIDDEN + column, mask=inside & starts, other=0.0)
-    hidden = tl.load(hidden_ptr + place * HIDDEN + column, mask=inside & live & (not starts), other=0.0)
+    hidden = tl.load(hidden_ptr + place * HIDDEN + column, mask=inside & live & ~starts, other=0.0)
     tl.store(out_ptr + row * HIDDEN + column, tl.where(starts, embedded, hidden), mask=inside)
 
 
