@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.buffers import Limits
 from wavegraph.capture.kernels import kernel_specs
-from wavegraph.errors import ConfigError
+from wavegraph.errors import ConfigError, EngineError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.triton.compile import SHARED_LIMITS, compile_kernel, resources
 from wavegraph.model.ops.triton.launch import KernelSpec, load_kernels
@@ -86,6 +87,17 @@ def test_arguments_stand_in_the_order_of_parameters() -> None:
         assert names == load_kernels()[spec.kernel].arg_names, spec.kernel
 
 
+def test_the_jit_specialises_on_what_a_spec_holds() -> None:
+    """Else it would compile anew for another bucket or layer, or a binary made ahead of time would be another one."""
+    for spec in recorded():
+        function = load_kernels()[spec.kernel]
+        for name, _ in spec.arguments:
+            parameter = function.params[function.arg_names.index(name)]
+            pointer, table = name.endswith("_ptr"), name.endswith("_tab")
+            assert parameter.do_not_specialize == (not pointer and not table), name
+            assert parameter.do_not_specialize_on_alignment == table, name
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(target: str, kernel: str) -> None:
@@ -105,6 +117,14 @@ def test_shared_memory_beyond_the_target_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(SHARED_LIMITS, "sm_80", binary.shared - 1)
     with pytest.raises(ConfigError, match=f"attention: needs {binary.shared} bytes of shared memory, but sm_80 has"):
         compile_kernel(of("attention"), "sm_80")
+
+
+def test_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher of cubins gives null pointers for it."""
+    metadata = SimpleNamespace(shared=0, global_scratch_size=128, profile_scratch_size=0)
+    monkeypatch.setattr("triton.compile", lambda *args, **options: SimpleNamespace(metadata=metadata))
+    with pytest.raises(EngineError, match="norm: asks for scratch memory in its sm_90 binary"):
+        compile_kernel(of("norm"), "sm_90")
 
 
 def test_spills_show() -> None:

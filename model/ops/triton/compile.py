@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from wavegraph.errors import ConfigError
+from wavegraph.errors import ConfigError, EngineError
 from wavegraph.model.ops.triton.launch import ALIGNMENT, KernelSpec, load_kernels
 
 SHARED_LIMITS: dict[str, int] = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448}
@@ -42,7 +42,7 @@ def compile_kernel(spec: KernelSpec, target: str) -> Binary:
     """Compile for ``target``; needs Triton, but neither a driver nor a GPU.
 
     Raises `ConfigError` for a target that is unknown, or on which the kernel needs more shared memory than a block may
-    have.
+    have, `EngineError` for a kernel that wants what `Binary` rules out.
     """
     if target not in SHARED_LIMITS:
         raise ConfigError(f"target: {target!r} is unknown; use one of {', '.join(SHARED_LIMITS)}")
@@ -64,6 +64,8 @@ def compile_kernel(spec: KernelSpec, target: str) -> Binary:
             f"{spec.kernel}: needs {metadata.shared} bytes of shared memory, but {target} has {SHARED_LIMITS[target]}; "
             "use a smaller head_dim or a 16-bit dtype"
         )
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise EngineError(f"{spec.kernel}: asks for scratch memory in its {target} binary, which no launcher gives")
     return Binary(spec, target, metadata.name, metadata.shared, compiled.asm["cubin"])
 
 
