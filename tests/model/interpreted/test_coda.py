@@ -61,6 +61,7 @@ def test_the_first_of_the_largest_is_drawn(ops: TritonOps, dtype: torch.dtype, v
     expected[4] = vocab // 2 + levels[4, vocab // 2 :].argmax() if vocab > 1 else 0
     step.io.coda_slot[0], step.io.coda_pos[0] = 1, 199
     step.io.coda_left[:5] = 1
+    step.io.coda_slot[5], step.io.coda_pos[5] = 2, 50  # a row that stays
     expected[5] = -1
     ops.draw_greedy(step.io, 6)
     assert torch.equal(step.io.coda_token[:6], expected)
