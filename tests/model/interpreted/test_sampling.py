@@ -90,6 +90,15 @@ def test_ties(bench: Bench) -> None:
         assert one(bench, [2.0] * 4, temperature=0.5, seed=seed, top_p=0.6) == int(number * 3)
 
 
+def test_penalties_and_bans_at_their_edges(bench: Bench) -> None:
+    assert one(bench, [4.0, 3.0], [0, 5], prompt_len=1, repetition_penalty=1.5) == 1
+    assert one(bench, [-1.0, -1.2], [0], prompt_len=1, repetition_penalty=1.5) == 1  # negative logits go down too
+    assert one(bench, [4.0, 3.0], [0, 0], prompt_len=2, presence_penalty=1.5) == 0  # the prompt does not count
+    assert one(bench, [4.0, 3.0], [7, 0, 0], prompt_len=1, frequency_penalty=0.6) == 1
+    for least, token in ((1, 0), (2, 1)):  # one output so far
+        assert one(bench, [4.0, 3.0], [9, 5], prompt_len=1, min_tokens=least, stop_token_ids=(0,)) == token
+
+
 def test_the_seed_has_64_bits(bench: Bench) -> None:
     tokens = {one(bench, [0.0] * VOCAB, temperature=1.0, seed=seed) for seed in (1, 1 + 2**32, 1 + 2**63, 1 + 2**31)}
     assert len(tokens) == 4
