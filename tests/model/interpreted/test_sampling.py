@@ -131,7 +131,8 @@ def test_scores_equal_aten(dtype: torch.dtype, small_config: MakeConfig, make_dr
         driver.fill_inputs([], coda_rows=[(0, 3), (1, 0), (2, 5, 1, Action.SCORE), (3, 22)])
         io = driver.io
         io.token_table.fill_(VOCAB + 7)  # of padding: no token
-        io.token_table[2, 6] = 41
+        io.token_table[2, 6] = known = int(logits[2].argmax())
+        assert logits[2, known] > logits[2, 0]  # else the row without a drawn token would have the same score
         io.logits[:4] = logits
         io.coda_token[:4] = torch.tensor([7, 96, -1, 0])
         driver.model.ops.score(io, 5)
