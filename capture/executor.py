@@ -9,9 +9,10 @@ order of their submission.
 If `Executor.submit` raises `CaptureError`, nothing was launched: tables and pools are untouched, the host
 slot is free again, and the next step may be submitted. If anything fails after the launch, `EngineError` is
 raised and what the step's rows wrote is undefined; the executor then refuses all further work. An asynchronous
-executor raises it from the next `poll` of that step or a later one, or the next `submit`.
+executor, or one on a GPU, raises it from the next `poll` of that step or a later one, or the next `submit`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.audit import AUDIT_EVERY, Audit
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.backends.registry import create_backend
-from wavegraph.capture.buffers import Limits, build_pools, build_step_buffers, build_workspace, pool_bytes
+from wavegraph.capture.buffers import Limits, MakeZeros, build_pools, build_step_buffers, build_workspace, pool_bytes
+from wavegraph.capture.device import Device
 from wavegraph.capture.guards import Guards
 from wavegraph.capture.ladder import CapturedLadder, LadderStats, Progress
 from wavegraph.capture.metadata import FEATURE_COPY_KV, StepInputs
@@ -35,6 +37,8 @@ from wavegraph.capture.swap import PageStore, SwapStats
 from wavegraph.errors import CaptureError, ConfigError, EngineError
 from wavegraph.model.sampling import FEATURE_SAMPLER
 from wavegraph.model.weights import Model
+
+logger = logging.getLogger(__name__)
 
 # What operators, copies and replays are known to raise.
 _LAUNCH_ERRORS = (RuntimeError, IndexError, MemoryError, CaptureError)
@@ -81,9 +85,10 @@ class ExecutorStats:
 class Executor:
     """Static buffers of one model under ``limits``, and CORE and CODA recorded over them.
 
-    ``backend`` is a name, or a backend of this executor's own. At most ``max_in_flight`` steps may be submitted and
-    not polled. ``asynchronous`` runs steps on one worker thread, so that the host can plan the next one meanwhile;
-    results are the same. ``check`` looks over every `AUDIT_EVERY`-th step as `wavegraph.capture.audit` says; what it
+    ``backend`` is a name, or a backend of this executor's own; its device, where the model must be, holds everything.
+    At most ``max_in_flight`` steps may be submitted and not polled. ``asynchronous`` runs steps on one worker thread,
+    unless the device queues them by itself, so that the host can plan the next one meanwhile; results are the same.
+    ``check`` looks over every `AUDIT_EVERY`-th step as `wavegraph.capture.audit` says; what it
     finds ends the executor. ``io``, ``pools`` and ``work`` may be read between steps, after `synchronize`. One thread
     at a time may call. Raises `ConfigError` if limits, ladders and model do not agree.
     """
@@ -95,41 +100,43 @@ class Executor:
         ladder: Ladder,
         coda_ladder: Ladder,
         backend: Backend | str,
-        device: str | torch.device = "cpu",
         *,
         max_in_flight: int = 8,
         asynchronous: bool = False,
         check: bool = False,
     ) -> None:
-        target = torch.device(device)
-        _check_agreement(model, limits, ladder, coda_ladder, target)
-        config, dtype = model.config, model.dtype
+        self._backend = create_backend(backend) if isinstance(backend, str) else backend
+        self._device = self._backend.device
+        _check_agreement(model, limits, ladder, coda_ladder, self._device)
         self.limits = limits
-        self.pool_bytes = pool_bytes(config, limits, dtype)
+        self.pool_bytes = pool_bytes(model.config, limits, model.dtype)
+        self._model = model
+        self._layout = limits.layout()
+        self._bounds = limits.bounds(self._layout, model.config)
         guards = Guards()
-        make = guards.zeros if check else torch.zeros
-        self.pools = build_pools(config, limits, dtype, target, make)
-        layout = limits.layout()
-        buffers = build_step_buffers(config, limits, layout, dtype, target, make)
-        self._packed, self._results = buffers.packed, buffers.results
-        self.work = build_workspace(config, limits, dtype, target, make)
-        words = model.ops.scratch_size(buffers.io, self.pools, self.work)
-        self.io = replace(buffers.io, scratch=make((words,), dtype=torch.int32, device=target))
+        with self._device.running():
+            self._allocate(guards.zeros if check else torch.zeros)
         self._programs = Programs(model, self.io, self.pools, self.work, ladder, coda_ladder)
         self._static = StaticSet.of(model=model, io=self.io, pools=self.pools, work=self.work)
         self._audit = Audit(model, self.io, self.pools, self._programs, self._static, guards) if check else None
-        self._model = model
-        self._layout = layout
-        self._bounds = limits.bounds(layout, config)
-        self._ring = HostRing(max_in_flight, layout, config.vocab_size, pinned=target.type == "cuda")
-        self._store = PageStore(self.pools)
-        self._backend = create_backend(backend) if isinstance(backend, str) else backend
-        self._worker = ThreadPoolExecutor(1, "wavegraph-executor") if asynchronous else None
+        self._ring = HostRing(max_in_flight, self._layout, model.config.vocab_size, self._device)
+        self._store = PageStore(self.pools, self._device)
+        own_thread = asynchronous and not self._device.queued
+        self._worker = ThreadPoolExecutor(1, "wavegraph-executor") if own_thread else None
         self._newest: Future[None] | None = None
         self._steps = 0
         self._launched = 0
         self._refusal = "nothing is captured yet; call capture() first"
         self._failure = ""
+
+    def _allocate(self, make: MakeZeros) -> None:
+        config, dtype, target = self._model.config, self._model.dtype, self._device.target
+        self.pools = build_pools(config, self.limits, dtype, target, make)
+        buffers = build_step_buffers(config, self.limits, self._layout, dtype, target, make)
+        self._packed, self._results = buffers.packed, buffers.results
+        self.work = build_workspace(config, self.limits, dtype, target, make)
+        words = self._model.ops.scratch_size(buffers.io, self.pools, self.work)
+        self.io = replace(buffers.io, scratch=make((words,), dtype=torch.int32, device=target))
 
     def capture(self, progress: Progress | None = None) -> None:
         """Record every program at every bucket, and forbid all later captures by this backend.
@@ -137,8 +144,9 @@ class Executor:
         ``progress`` is called with the buckets done and in all. Raises `CaptureError` if a program cannot be
         recorded; then nothing is kept.
         """
-        # The programs run once each while they are recorded: on an empty step, which touches only scratch.
-        self._packed.copy_(torch.from_numpy(self._layout.template))
+        # The programs run while they are recorded: on an empty step, which touches only scratch.
+        with self._device.running():
+            self._packed.copy_(torch.from_numpy(self._layout.template))
         self._programs.capture(self._backend, self._static, progress)
         self._backend.freeze()
         self._refusal = ""
@@ -184,6 +192,8 @@ class Executor:
             if not wait and not ticket.run.done():
                 return None
             ticket.run.result()
+        elif not self._has_passed(ticket.step, slot, wait=wait):
+            return None
         ticket.slot = None
         tokens: list[int] = slot.tokens[: ticket.coda_rows].tolist()
         logprobs = slot.logprobs(ticket.coda_rows) if ticket.full else None
@@ -196,6 +206,10 @@ class Executor:
             wait([self._newest])
         if self._failure:
             raise EngineError(f"executor: {self._failure}")
+        try:
+            self._device.synchronize()
+        except RuntimeError as error:
+            raise self._device_failed(self._steps - 1, error) from error
 
     def close(self) -> None:
         """Let submitted steps end, and let go of all recordings and of the worker thread.
@@ -206,6 +220,10 @@ class Executor:
         if self._worker is not None:
             self._worker.shutdown()
         self._programs.release()
+        try:
+            self._backend.release()
+        except RuntimeError as error:  # of a device that failed before: what it held ends with the process
+            logger.warning("close: the device gives nothing back (%s)", error)
 
     # -- between steps -------------------------------------------------------------------------------------
 
@@ -217,7 +235,8 @@ class Executor:
         self._check_usable()
         self.synchronize()
         self._store.accept([(key, pages)], (), ())
-        self._store.run([(key, pages)], (), ())
+        with self._device.running():
+            self._store.run([(key, pages)], (), ())
 
     def take_swapped(self, key: int) -> dict[str, Tensor]:
         """Hand over the pages stored under ``key``: CPU tensors ``[pages, …]`` by the names of `Pools`.
@@ -245,7 +264,9 @@ class Executor:
         """
         self._check_usable()
         self.synchronize()
-        self._model.load_(tensors)
+        with self._device.running():
+            self._model.load_(tensors)
+        self.synchronize()
         self._static.check()
 
     @property
@@ -273,6 +294,20 @@ class Executor:
         )
 
     # -- one step ------------------------------------------------------------------------------------------
+
+    def _has_passed(self, number: int, slot: HostSlot, *, wait: bool) -> bool:
+        """Whether the device is done with a step's host memory; if ``wait``, once it is. Raises `EngineError`."""
+        try:
+            if not wait and not slot.done.query():
+                return False
+            slot.done.synchronize()
+        except RuntimeError as error:
+            raise self._device_failed(number, error) from error
+        return True
+
+    def _device_failed(self, number: int, error: RuntimeError) -> EngineError:
+        self._failure = f"step {number} failed after its launch; build a new executor"
+        return EngineError(f"step {number}: failed after its launch: {error}")
 
     def _check_usable(self) -> None:
         reason = self._refusal or self._failure
@@ -306,7 +341,9 @@ class Executor:
             raise EngineError(f"step {number}: was not run, since {self._failure}")
         done = False
         try:
-            self._launch(step, slot, parts)
+            with self._device.running():
+                self._launch(step, slot, parts)
+                slot.done.record()
             done = True
         except _LAUNCH_ERRORS as error:
             self._failure = f"step {number} failed after its launch ({error}); build a new executor"
@@ -359,9 +396,10 @@ def _has_updates(step: StepInputs) -> bool:
     return bool(step.token_slot or step.page_slot or step.param_slot)
 
 
-def _check_agreement(model: Model, limits: Limits, ladder: Ladder, coda_ladder: Ladder, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ConfigError(f"device: {device} has no executor yet; use cpu")
+def _check_agreement(model: Model, limits: Limits, ladder: Ladder, coda_ladder: Ladder, device: Device) -> None:
+    lies = model.weights.embedding.device
+    if lies != device.target:
+        raise ConfigError(f"device: the backend runs on {device.target}, but the model is on {lies}; load it there")
     if ladder.max != limits.max_rows:
         raise ConfigError(f"max_rows: {limits.max_rows} must be the largest core bucket, {ladder.max}")
     if coda_ladder.max != limits.max_coda_rows:

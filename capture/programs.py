@@ -1,10 +1,11 @@
 """The recorded programs of an executor: which there are, over which ladder, and in what order they are captured."""
 
+from contextlib import ExitStack
+
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.ladder import CapturedLadder, Progress
 from wavegraph.capture.static import StaticSet
-from wavegraph.errors import CaptureError
 from wavegraph.model.core import coda, coda_full, copy_exits, core, tables
 from wavegraph.model.io import Pools, StepIO, Workspace
 from wavegraph.model.weights import Model
@@ -24,7 +25,7 @@ class Programs:
         self.all = (self.core, self.coda, self.coda_full, self.copy_exits, self.tables)
 
     def capture(self, backend: Backend, static: StaticSet, progress: Progress | None) -> None:
-        """Record every program at every bucket, the largest first. Raises `CaptureError`; then nothing is kept."""
+        """Record every program at every bucket, the largest first. Raises `CaptureError`; nothing is kept then."""
         total = sum(len(program.ladder.sizes) for program in self.all)
         done = 0
 
@@ -34,12 +35,13 @@ class Programs:
             if progress is not None:
                 progress(done, total)
 
-        try:
-            for program in self.all:
-                program.capture(backend, static, advance)
-        except CaptureError:
-            self.release()
-            raise
+        with ExitStack() as on_failure:
+            on_failure.callback(backend.release)
+            on_failure.callback(self.release)
+            with backend.session():
+                for program in self.all:
+                    program.capture(backend, static, advance)
+            on_failure.pop_all()
 
     def release(self) -> None:
         """Let go of all recordings."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wavegraph.capture.device import Device
 from wavegraph.capture.metadata import StepLayout
 from wavegraph.errors import EngineError
 from wavegraph.model.sampling import MAX_TOP_LOGPROBS
@@ -74,13 +75,17 @@ class Staging:
 
 
 class HostSlot:
-    """Host memory of one step: its packed buffers go in, and its results come out."""
+    """Host memory of one step: its packed buffers go in, and its results come out.
 
-    def __init__(self, size: int, sections: Sequence[ResultSection], *, pinned: bool) -> None:
+    The copies from and to it have ended once ``done`` has passed, which the executor records behind them.
+    """
+
+    def __init__(self, size: int, sections: Sequence[ResultSection], device: Device) -> None:
         self._size = size
-        self._pinned = pinned
+        self._device = device
         self._staging: list[Staging] = []
-        self.results = torch.zeros(sum(section.size for section in sections), dtype=torch.int32, pin_memory=pinned)
+        self.done = device.event()
+        self.results = device.host(sum(section.size for section in sections), dtype=torch.int32)
         views = {section.name: section.view(self.results) for section in sections}
         self.tokens = views["coda_token"]
         self._scores = [views[name].numpy() for name in ("coda_logprob", "coda_rank", "top_ids", "top_logprobs")]
@@ -89,7 +94,7 @@ class HostSlot:
     def staging(self, part: int) -> Staging:
         """The packed buffer of one part of a step. Parts beyond the first are rare: allocated once wanted, and kept."""
         while len(self._staging) <= part:
-            tensor = torch.zeros(self._size, dtype=torch.int32, pin_memory=self._pinned)
+            tensor = self._device.host(self._size, dtype=torch.int32)
             self._staging.append(Staging(tensor, tensor.numpy()))
         return self._staging[part]
 
@@ -99,16 +104,16 @@ class HostSlot:
 
 
 class HostRing:
-    """A few `HostSlot`, pinned when copies from them are asynchronous.
+    """A few `HostSlot`, in memory that the device copies from and to.
 
-    A slot belongs to one step from `take` until `give`, and is never refilled between: no copy in flight can
-    read the next step's values.
+    A slot belongs to one step from `take` until `give`, which comes after its event has passed, and is never
+    refilled between: no copy in flight can read the next step's values.
     """
 
-    def __init__(self, count: int, layout: StepLayout, vocab_size: int, *, pinned: bool) -> None:
+    def __init__(self, count: int, layout: StepLayout, vocab_size: int, device: Device) -> None:
         self.count = count
         sections = result_sections(layout.max_coda_rows, vocab_size)
-        self._free = deque(HostSlot(layout.size, sections, pinned=pinned) for _ in range(count))
+        self._free = deque(HostSlot(layout.size, sections, device) for _ in range(count))
 
     @property
     def in_flight(self) -> int:

@@ -8,9 +8,9 @@ in all pools: what lies in its unused tail comes back as it was.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor
 
+from wavegraph.capture.device import Device
 from wavegraph.errors import CaptureError
 from wavegraph.model.io import Pools
 
@@ -32,7 +32,8 @@ class SwapStats:
 class PageStore:
     """Host copies of pages of ``pools`` by key. The last page of the pools is scratch and never moves."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, device: Device) -> None:
+        self._device = device
         self._pools: dict[str, Tensor] = {entry.name: getattr(pools, entry.name) for entry in fields(pools)}
         self._num_pages = len(pools.hidden) - 1
         self._page_bytes = sum(pool[0].numel() * pool.element_size() for pool in self._pools.values())
@@ -73,15 +74,21 @@ class PageStore:
         self._pages_in += len(taken)
 
     def run(self, out: Moves, back: Moves, drop: Sequence[int]) -> None:
-        """Carry out moves that were accepted."""
+        """Carry out moves that were accepted, or submit them in the device's order.
+
+        Page by page: a page lies in one piece, and no more memory is wanted on the device.
+        """
         for key, pages in out:
-            index = torch.tensor(pages, dtype=torch.int64)
-            self._copies[key] = {name: pool.index_select(0, index) for name, pool in self._pools.items()}
+            copies = self._copies[key] = {}
+            for name, pool in self._pools.items():
+                copies[name] = self._device.host(len(pages), *pool.shape[1:], dtype=pool.dtype)
+                for place, page in zip(copies[name], pages, strict=True):
+                    place.copy_(pool[page], non_blocking=True)
         for key, pages in back:
-            index = torch.tensor(pages, dtype=torch.int64)
             copies = self._copies.pop(key)
             for name, pool in self._pools.items():
-                pool.index_copy_(0, index, copies[name])
+                for place, page in zip(copies[name], pages, strict=True):
+                    pool[page].copy_(place, non_blocking=True)
         for key in drop:
             self._copies.pop(key, None)
 

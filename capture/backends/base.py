@@ -5,7 +5,9 @@
     backend.capture(program, static, name) -> Recorded   records (or only keeps) a program
     recorded.replay()                                    runs it again, on what static tensors then hold
     recorded.facts                                       nodes, bytes, and the seconds it took to record
+    backend.session()                                    holds all captures of a start-up
     backend.freeze()                                     no capture after this one
+    backend.release()                                    give back what recordings hold
 
 A program takes nothing, and what it returns is dropped: it reads and writes static tensors only, its shapes
 never depend on data, and it never waits for the host.
@@ -14,13 +16,15 @@ never depend on data, and it never waits for the host.
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from wavegraph.capture.device import CpuDevice, Device
 from wavegraph.capture.static import StaticSet
 from wavegraph.errors import CaptureError
 
@@ -84,12 +88,26 @@ def _addresses(tensors: Sequence[Tensor]) -> str:
 
 
 class Backend(ABC):
-    """Records programs. One backend serves one set of static tensors, and its recordings may share memory."""
+    """Records programs. One backend serves one set of static tensors, and its recordings may share memory.
+
+    ``device`` is where those tensors live and replays run; None is the CPU.
+    """
 
     name: ClassVar[str]
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
+        self.device = device if device is not None else CpuDevice()
         self._frozen = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Within this the programs of one start-up are captured, in the device's order."""
+        with self.device.running():
+            yield
+
+    def release(self) -> None:
+        """Give back the memory of recordings, none of which may be replayed afterwards. May be called twice."""
+        return
 
     def capture(self, program: Program, static: StaticSet, name: str) -> Recorded:
         """Record ``program`` under ``name``, running it once on the present contents of ``static``.

@@ -2,15 +2,16 @@
 
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.backends.compiled import CompiledBackend
+from wavegraph.capture.backends.cuda import CudaBackend
 from wavegraph.capture.backends.eager import EagerBackend
 from wavegraph.capture.backends.recorded import RecordedBackend
 from wavegraph.errors import ConfigError
 
-_BACKENDS: tuple[type[Backend], ...] = (CompiledBackend, RecordedBackend, EagerBackend)
+_BACKENDS: tuple[type[Backend], ...] = (CudaBackend, CompiledBackend, RecordedBackend, EagerBackend)
 
 
 def create_backend(name: str) -> Backend:
-    """A new backend. Raises `ConfigError` for a name that none has."""
+    """A new backend. Raises `ConfigError` for a name that none has; ``cuda`` must be known to work here."""
     for backend in _BACKENDS:
         if backend.name == name:
             return backend()

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tests.capture.driver import GOLDENS, Driver, Step, make_executor, tiny_model
 from tests.capture.verify import assert_same_bits, bits
 from wavegraph.buckets.ladder import Ladder
+from wavegraph.capture.backends.eager import EagerBackend
 from wavegraph.capture.buffers import Limits, page_bytes, pool_bytes
+from wavegraph.capture.device import CpuDevice
 from wavegraph.capture.executor import Executor
 from wavegraph.capture.metadata import HEADER_FIELDS, StepLayout
 from wavegraph.capture.ring import HostRing
@@ -142,10 +144,12 @@ def test_limits_that_do_not_agree(changes: dict[str, int], message: str) -> None
         Executor(tiny_model(), Limits(**fields), Ladder(LADDER), Ladder([1, 2]), "eager")
 
 
-def test_other_devices_are_refused() -> None:
+def test_a_model_elsewhere_is_refused() -> None:
     limits = make_executor(tiny_model(), "eager").limits
-    with pytest.raises(ConfigError, match="device: meta has no executor yet"):
-        Executor(tiny_model(), limits, Ladder(LADDER), Ladder([1, 2, 3]), "eager", "meta")
+    elsewhere = CpuDevice()
+    elsewhere.target = torch.device("meta")
+    with pytest.raises(ConfigError, match="device: the backend runs on meta, but the model is on cpu; load it there"):
+        Executor(tiny_model(), limits, Ladder(LADDER), Ladder([1, 2, 3]), EagerBackend(elsewhere))
 
 
 SPAN_FIELDS = ("span_slot", "span_start", "span_count", "span_depth")
@@ -299,7 +303,7 @@ def test_layout_sections_neither_overlap_nor_leave_gaps() -> None:
 
 def test_ring_hands_out_the_slot_that_was_free_longest() -> None:
     layout = StepLayout(max_rows=2, max_coda_rows=2, max_spans=2, scratch_slot=1, scratch_page=1)
-    ring = HostRing(2, layout, 64, pinned=False)
+    ring = HostRing(2, layout, 64, CpuDevice())
     first, second = ring.take(), ring.take()
     assert ring.in_flight == 2
     ring.give(second)

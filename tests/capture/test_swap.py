@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.capture.driver import Driver, Span, Step, make_executor, tiny_model
 from tests.capture.verify import assert_same_bits, bits
+from wavegraph.capture.device import CpuDevice
 from wavegraph.capture.executor import Executor
 from wavegraph.capture.swap import PageStore
 from wavegraph.errors import CaptureError
@@ -168,7 +169,7 @@ def pools_of(dtype: torch.dtype = torch.float32, page_size: int = 4) -> Pools:
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(change: object, message: str) -> None:
-    store = PageStore(pools_of())
+    store = PageStore(pools_of(), CpuDevice())
     store.accept([(1, [0, 5 - 1])], (), ())
     store.run([(1, [0, 4])], (), ())
     tensors = store.take(1)
@@ -180,7 +181,7 @@ def test_tensors_that_do_not_fit_are_refused(change: object, message: str) -> No
 
 @pytest.mark.parametrize("other", [pools_of(torch.bfloat16), pools_of(page_size=8)], ids=["dtype", "page size"])
 def test_pages_of_another_geometry_are_refused(other: Pools) -> None:
-    source, target = PageStore(pools_of()), PageStore(other)
+    source, target = PageStore(pools_of(), CpuDevice()), PageStore(other, CpuDevice())
     source.accept([(1, [0])], (), ())
     source.run([(1, [0])], (), ())
     with pytest.raises(CaptureError, match="export it from an engine of the same model and page size"):
