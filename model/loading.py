@@ -19,7 +19,7 @@ from torch import Tensor
 from wavegraph.errors import CheckpointError, ConfigError
 from wavegraph.model.config import DTYPES, OuroConfig, parse_json, read_json
 from wavegraph.model.ops.base import Ops
-from wavegraph.model.weights import Model, build_model, check_max_model_len, check_tensors
+from wavegraph.model.weights import CPU, Model, build_model, check_max_model_len, check_tensors
 
 __all__ = ["Model", "Progress", "checkpoint_dtype", "load_model", "resolve_checkpoint"]
 
@@ -75,9 +75,10 @@ def load_model(
     ops: Ops,
     dtype: str = "auto",
     max_model_len: int | None = None,
+    device: torch.device = CPU,
     progress: Progress | None = None,
 ) -> Model:
-    """Load an Ouro checkpoint from a folder or the Hugging Face Hub into buffers packed for ``ops``.
+    """Load an Ouro checkpoint from a folder or the Hugging Face Hub into buffers on ``device``, packed for ``ops``.
 
     ``dtype`` is float32, bfloat16, float16, or auto: the config's, else that of the stored embedding. Weights
     stored as another of the three are converted. ``max_model_len`` (positions with rotary angles) defaults to
@@ -93,7 +94,8 @@ def load_model(
     stored = _read_headers(folder)
     check_tensors(config, {name: tensor.shape for name, tensor in stored.items()}, folder)
     fill = _Reader(stored, progress).fill
-    return build_model(config, fill, ops=ops, dtype=_dtype(config, dtype, stored), max_model_len=max_model_len)
+    torch_dtype = _dtype(config, dtype, stored)
+    return build_model(config, fill, ops=ops, dtype=torch_dtype, max_model_len=max_model_len, device=device)
 
 
 def check_dtype(dtype: str) -> None:

@@ -13,6 +13,8 @@ from wavegraph.errors import CheckpointError, ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.base import Ops
 
+CPU = torch.device("cpu")
+
 _LAYER_NORMS = (
     "input_layernorm",
     "input_layernorm_2",
@@ -66,12 +68,13 @@ class RopeTables:
     sin: Tensor
 
     @classmethod
-    def build(cls, config: OuroConfig, max_len: int, dtype: torch.dtype) -> "RopeTables":
-        """Tables for positions ``0..max_len - 1``; both halves of a row are equal (pairs are i, i + d/2)."""
+    def build(cls, config: OuroConfig, max_len: int, dtype: torch.dtype, device: torch.device = CPU) -> "RopeTables":
+        """Tables for positions ``0..max_len - 1``, computed on the CPU; the halves of a row are equal (pairs: i, i + d/2)."""
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         inv_freq = 1.0 / config.rope_theta**exponents
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq)
-        return cls(cos=angles.cos().to(dtype).repeat(1, 2), sin=angles.sin().to(dtype).repeat(1, 2))
+        cos, sin = (table.to(dtype).repeat(1, 2).to(device) for table in (angles.cos(), angles.sin()))
+        return cls(cos, sin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,8 @@ class Model:
         """
         check_new_weights(self.config, tensors)
         with torch.no_grad():
-            assembler = _Assembler(self.config, _fill_from(tensors), self.ops, self.dtype)
+            device = self.weights.embedding.device
+            assembler = _Assembler(self.config, _fill_from(tensors), self.ops, self.dtype, device)
             for index, layer in enumerate(self.weights.layers):
                 _copy_fields(layer, assembler.layer(index))
             _copy_fields(self.weights, assembler.outer())
@@ -133,35 +137,42 @@ def check_max_model_len(config: OuroConfig, max_model_len: int | None) -> int:
 
 
 def build_model(
-    config: OuroConfig, fill: Fill, *, ops: Ops, dtype: torch.dtype, max_model_len: int | None = None
+    config: OuroConfig,
+    fill: Fill,
+    *,
+    ops: Ops,
+    dtype: torch.dtype,
+    max_model_len: int | None = None,
+    device: torch.device = CPU,
 ) -> Model:
-    """Fuse and pack a model whose tensors ``fill`` supplies, each asked for exactly once.
+    """Fuse and pack a model on ``device`` whose tensors ``fill`` supplies, each asked for exactly once.
 
     The most memory held is the model and one fused buffer. Raises `ConfigError` for a bad ``max_model_len``,
     and whatever ``fill`` raises.
     """
     length = check_max_model_len(config, max_model_len)
-    assembler = _Assembler(config, fill, ops, dtype)
+    assembler = _Assembler(config, fill, ops, dtype, device)
     # The largest buffer goes first, while nothing else is held.
     outer = assembler.outer()
     weights = replace(outer, layers=tuple(assembler.layer(index) for index in range(config.num_hidden_layers)))
-    return Model(config, weights, RopeTables.build(config, length, dtype), ops, dtype, length)
+    return Model(config, weights, RopeTables.build(config, length, dtype, device), ops, dtype, length)
 
 
 class _Assembler:
     """Fuses tensors and packs them. One buffer serves all linears of operator sets that pack into a copy."""
 
-    def __init__(self, config: OuroConfig, fill: Fill, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, config: OuroConfig, fill: Fill, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         self._shapes = tensor_shapes(config)
         self._tied = config.tie_word_embeddings
         self._fill = fill
         self._ops = ops
         self._dtype = dtype
-        self._spare = torch.empty(0, dtype=dtype)
+        self._device = device
+        self._spare = self._empty(0)
 
     def read(self, name: str) -> Tensor:
         """One tensor in memory of its own."""
-        tensor = torch.empty(self._shapes[name], dtype=self._dtype)
+        tensor = self._empty(*self._shapes[name])
         self._fill(name, tensor)
         return tensor
 
@@ -204,14 +215,17 @@ class _Assembler:
         columns = self._shapes[names[0]][1]
         count = sum(rows) * columns
         if self._spare.numel() < count:
-            self._spare = torch.empty(count, dtype=self._dtype)
+            self._spare = self._empty(count)
         fused = self._spare[:count].view(-1, columns)
         for name, part in zip(names, torch.split(fused, rows), strict=True):
             self._fill(name, part)
         packed = pack(fused)
         if packed.untyped_storage().data_ptr() == self._spare.untyped_storage().data_ptr():
-            self._spare = torch.empty(0, dtype=self._dtype)  # it is the weight itself now
+            self._spare = self._empty(0)  # it is the weight itself now
         return packed
+
+    def _empty(self, *size: int) -> Tensor:
+        return torch.empty(size, dtype=self._dtype, device=self._device)
 
 
 def model_from_tensors(
@@ -221,13 +235,15 @@ def model_from_tensors(
     ops: Ops,
     dtype: torch.dtype,
     max_model_len: int | None = None,
+    device: torch.device = CPU,
 ) -> Model:
-    """A model from tensors in memory, keyed by public names.
+    """A model on ``device`` from tensors in memory, keyed by public names.
 
     Raises `CheckpointError` for a missing or unexpected name, or a wrong shape.
     """
     check_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "tensors")
-    return build_model(config, _fill_from(tensors), ops=ops, dtype=dtype, max_model_len=max_model_len)
+    fill = _fill_from(tensors)
+    return build_model(config, fill, ops=ops, dtype=dtype, max_model_len=max_model_len, device=device)
 
 
 def _fill_from(tensors: Mapping[str, Tensor]) -> Fill:
