@@ -2,8 +2,10 @@
 
 ::
 
-    DIR/manifest.json    format, fingerprint of everything specialised on (target and ladder too), digests of all files
-    DIR/files/…          what the target needs: for ``cpu`` the library of operators; the cost model, if there is one
+    DIR/manifest.json    format, fingerprint of everything specialised on (target and ladder too), digests of all files,
+                         and of each kernel how it is launched and what it takes
+    DIR/files/…          what the target needs: for ``cpu`` the library of operators, for a GPU one cubin a kernel; the
+                         cost model, if there is one
     DIR/complete         digest of the manifest; written last
 
 A bundle is written beside its place and exchanged with what is there, so a writer that is killed leaves the old one or
@@ -18,49 +20,48 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
-from wavegraph.errors import BundleError, ConfigError
-from wavegraph.model.config import OuroConfig
-from wavegraph.model.ops import build
+from wavegraph.errors import BundleError
+from wavegraph.model.ops.triton.cubins import Cubin
 
-FORMAT = 1
-TARGETS = ("cpu",)
+FORMAT = 2
+CPU = "cpu"
+"""The target of bundles for CPUs; others are named by their compute capability, such as ``sm_90``."""
 
 _libc = ctypes.CDLL(None)
 
 _MANIFEST, _FILES, _MARKER = "manifest.json", "files", "complete"
 _COST = "cost.json"
 
-# Of a model, what code, packing or ladder may be specialised on; the rest is read from the checkpoint.
-_SHAPE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "total_ut_steps",
-)  # fmt: skip
-
 # A list of what the CPU must have; it may have more. All other fields must be equal.
-_FEATURES = "cpu_features"
+FEATURES = "cpu_features"
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A whole bundle. ``files`` are paths by their names in it, checked when it was read."""
+    """A whole bundle. ``files`` are paths by their names in it, checked when it was read.
+
+    ``kernels`` are those of a GPU's bundle, as `wavegraph.precompile` describes them.
+    """
 
     folder: Path
     fingerprint: dict[str, Any]
     files: dict[str, Path]
+    kernels: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def target(self) -> str:
+        """`CPU`, or the kind of GPU it is for."""
+        return str(self.fingerprint["target"])
 
     @property
     def ladder(self) -> Ladder:
@@ -82,12 +83,19 @@ class Bundle:
         """What steps take on the machine that was profiled, if that is in it."""
         return CostModel.from_file(self.files[_COST]) if _COST in self.files else None
 
+    def cubins(self) -> dict[str, Cubin]:
+        """The binaries of a GPU's bundle, by the names of their `KernelSpec`."""
+        return {
+            kernel["name"]: Cubin(self.files[kernel["file"]], kernel["entry"], kernel["shared"])
+            for kernel in self.kernels
+        }
+
     def differences(self, here: Mapping[str, Any]) -> list[str]:
         """Every field of `fingerprint` that does not fit ``here``, with both values."""
         found = []
         for name in sorted({*self.fingerprint, *here}):
             ours, theirs = self.fingerprint.get(name), here.get(name)
-            if name == _FEATURES and isinstance(ours, list) and isinstance(theirs, list):
+            if name == FEATURES and isinstance(ours, list) and isinstance(theirs, list):
                 missing = sorted(set(ours) - set(theirs))
                 if missing:
                     found.append(f"{name}: the bundle needs {', '.join(ours)}, this CPU lacks {', '.join(missing)}")
@@ -102,42 +110,9 @@ class Bundle:
             raise BundleError(f"{self.folder}: does not fit ({'; '.join(found)}); precompile it anew, here")
 
 
-def cpu_fingerprint(
-    config: OuroConfig, dtype: torch.dtype, page_size: int, ladder: Sequence[int], isa: str
-) -> dict[str, Any]:
-    """All that a ``cpu`` bundle depends on, for a model and for this machine. JSON types."""
-    model = {f"model.{name}": getattr(config, name) for name in _SHAPE}
-    options = {"dtype": str(dtype).removeprefix("torch."), "page_size": page_size, "ladder": list(ladder)}
-    return {**model, **options, "isa": isa, _FEATURES: list(build.ISA_FEATURES[isa]), **_machine()}
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "target": "cpu",
-        "machine": platform.machine(),
-        "operators": build.sources_digest(),
-        "cxx11_abi": torch.compiled_with_cxx11_abi(),
-        "torch": torch.__version__,
-        "wavegraph": version("wavegraph"),
-    }
-
-
-def machine_differences(bundle: Bundle) -> list[str]:
-    """In what a bundle does not fit this machine and these versions, whatever the model."""
-    return bundle.differences({**bundle.fingerprint, **_machine(), _FEATURES: sorted(build.cpu_features())})
-
-
-def fingerprint_here(
-    bundle: Bundle, config: OuroConfig, dtype: torch.dtype, page_size: int, ladder: Sequence[int] | None
-) -> dict[str, Any]:
-    """What ``bundle``'s fingerprint should be for a model, with all features of this CPU; None takes any ladder."""
-    isa = bundle.fingerprint.get("isa")
-    known = isa if isa in build.ISA_FEATURES else "portable"
-    here = cpu_fingerprint(config, dtype, page_size, ladder or bundle.ladder.sizes, known)
-    return here | {_FEATURES: sorted(build.cpu_features())}
-
-
-def write_bundle(folder: Path, fingerprint: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+def write_bundle(
+    folder: Path, fingerprint: Mapping[str, Any], files: Mapping[str, Path], kernels: Sequence[Mapping[str, Any]] = ()
+) -> None:
     """Write a bundle to ``folder``, copying ``files`` (by their names in it), in place of a bundle that is there.
 
     Raises `BundleError` if something else is there, or it cannot be written; nothing is changed then.
@@ -151,7 +126,7 @@ def write_bundle(folder: Path, fingerprint: Mapping[str, Any], files: Mapping[st
             for name, path in files.items():
                 shutil.copyfile(path, contents / _FILES / name)
                 digests[name] = _sha256((contents / _FILES / name).read_bytes())
-            manifest = {"format": FORMAT, "fingerprint": dict(fingerprint), "files": digests}
+            manifest = {"format": FORMAT, "fingerprint": dict(fingerprint), "files": digests, "kernels": list(kernels)}
             _seal(contents, manifest)
             _move_into_place(contents, folder, work)
     except OSError as error:
@@ -206,13 +181,7 @@ def read_bundle(folder: str | Path) -> Bundle:
         files[name] = folder / _FILES / name
         if _sha256(_read(folder, f"{_FILES}/{name}")) != digest:
             raise _damaged(folder, f"{_FILES}/{name} is not what was written")
-    return Bundle(folder, manifest["fingerprint"], files)
-
-
-def check_target(target: str) -> None:
-    """Raise `ConfigError` unless bundles can be made for ``target``."""
-    if target not in TARGETS:
-        raise ConfigError(f"target: {target!r} is unknown; use {', '.join(TARGETS)}")
+    return Bundle(folder, manifest["fingerprint"], files, tuple(manifest["kernels"]))
 
 
 @contextmanager

@@ -129,6 +129,17 @@ class CudaDevice(Device):
         cuda.synchronize(self.index)
         cuda.empty_cache()
 
+    @property
+    def architecture(self) -> str:
+        """Its compute capability as the name of a compilation target, such as ``sm_90``."""
+        major, minor = cuda.get_device_capability(self.index)
+        return f"sm_{major}{minor}"
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many blocks can run at the least at one time."""
+        return int(cuda.get_device_properties(self.index).multi_processor_count)
+
     def memory(self) -> Memory:
         """What the driver says: it counts other processes and recorded graphs too."""
         return Memory(*cuda.mem_get_info(self.index))

@@ -270,6 +270,11 @@ class Executor:
         self._static.check()
 
     @property
+    def programs(self) -> Programs:
+        """The recorded programs."""
+        return self._programs
+
+    @property
     def core(self) -> CapturedLadder:
         """CORE and its ladder."""
         return self._programs.core

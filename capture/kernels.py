@@ -34,12 +34,14 @@ def kernel_specs(
     recorder = Recorder()
     ops = TritonOps(recorder, deterministic=deterministic)
     device = torch.device("meta")
-    with torch.no_grad(), device:
-        model = build_model(config, _leave_empty, ops=ops, dtype=dtype, max_model_len=limits.max_model_len)
+    with torch.no_grad():
+        model = build_model(
+            config, _leave_empty, ops=ops, dtype=dtype, max_model_len=limits.max_model_len, device=device
+        )
         pools = build_pools(config, limits, dtype, device)
         work = build_workspace(config, limits, dtype, device)
         io = build_step_buffers(config, limits, limits.layout(), dtype, device).io
-        io = replace(io, scratch=torch.empty(ops.scratch_size(io, pools, work), dtype=torch.int32))
+        io = replace(io, scratch=torch.empty(ops.scratch_size(io, pools, work), dtype=torch.int32, device=device))
         for program in Programs(model, io, pools, work, ladder, coda_ladder).all:
             for bucket in program.ladder.sizes:
                 program.run(bucket)

@@ -69,7 +69,7 @@ class RopeTables:
 
     @classmethod
     def build(cls, config: OuroConfig, max_len: int, dtype: torch.dtype, device: torch.device = CPU) -> "RopeTables":
-        """Tables for positions ``0..max_len - 1``, computed on the CPU; the halves of a row are equal (pairs: i, i + d/2)."""
+        """Tables for positions ``0..max_len - 1``, made on the CPU; a row's halves are equal (pairs: i, i + d/2)."""
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         inv_freq = 1.0 / config.rope_theta**exponents
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq)

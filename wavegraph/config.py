@@ -48,10 +48,11 @@ class EngineConfig:
     - ``max_num_batched_tokens``: the most rows of a step. None: the largest bucket, or 256 without ``buckets``.
     - ``max_num_seqs``: the most requests alive at once; the rest wait.
     - ``max_model_len``: the most tokens of one request, prompt and output together. None: the model's own
-      limit, but at most what the pool holds, and 2048 unless `compiled` (a warning says if that is less).
+      limit, but at most what the pool holds, and 2048 over ATen operators (a warning says if that is less).
     - ``page_size``: positions per page.
     - ``num_pages``, ``kv_cache_bytes`` or ``kv_cache_fraction`` of the machine's memory (one of them): the size of the
-      pool. None given: enough for ``max_num_seqs`` requests of full length, but at most 4 GiB and half the memory.
+      pool. None given: enough for ``max_num_seqs`` requests of full length, but at most 4 GiB and half the memory, or
+      what is left of a GPU's. There, buckets are given up, with a warning, if memory is too short for all.
     - ``buckets``: row counts to record, the largest at least the row budget. None: powers of two and their
       midpoints up to the budget.
     - ``kv_layout``: ``"last_exited"``, where each depth has its own KV plane; the only one there is.
@@ -80,6 +81,8 @@ class EngineConfig:
     - ``check``: have an independent checker judge each plan before it runs, and look over every eighth step: replay
       against eager run, addresses, canaries round all buffers (`wavegraph.capture.audit`). What it finds raises
       `EngineError`.
+    - ``deterministic``: a row gets the same bits in any company and at every bucket. `compiled` always works so; `cuda`
+      then takes matrix products of our own in place of cuBLAS; the others cannot, and refuse it.
     - ``threads``: CPU threads of torch in this process. None: leave as it is.
     """
 
@@ -109,10 +112,11 @@ class EngineConfig:
     async_scheduling: bool = True
     run_ahead: int = 2
     check: bool = False
+    deterministic: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("wavefront", "refill", "prefix_cache", "async_scheduling", "check"):
+        for name in ("wavefront", "refill", "prefix_cache", "async_scheduling", "check", "deterministic"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, choices in CHOICES.items():

@@ -10,10 +10,12 @@ import torch
 
 from wavegraph.buckets.cost import CostModel
 from wavegraph.capture.bundle import read_bundle
+from wavegraph.capture.device import CudaDevice
 from wavegraph.chat import Message
 from wavegraph.config import EngineConfig
 from wavegraph.engine import Engine, Progress
 from wavegraph.errors import ConfigError, EngineError, RequestError
+from wavegraph.fitting import fit_to_gpu
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.loading import checkpoint_dtype, load_model, resolve_checkpoint
 from wavegraph.outputs import RequestOutput
@@ -65,10 +67,22 @@ def build_engine(
         cost = cost if cost is not None else package.cost
     if config.target_itl_ms is not None:
         require_measured(cost)
-    runner = make_runner(backend, torch_dtype, on_build, package)
-    sizes = derive(config, shape, torch_dtype, dense_attention=runner.ops.dense_attention)
+    runner = make_runner(backend, torch_dtype, on_build, package, deterministic=config.deterministic)
+    device = runner.backend.device
+    gpu = device if isinstance(device, CudaDevice) else None
+    memory = gpu.memory().total if gpu is not None else None
+    sizes = derive(config, shape, torch_dtype, dense_attention=runner.ops.dense_attention, memory=memory)
     with _allocation_refused():
-        model = load_model(folder, ops=runner.ops, dtype=dtype, max_model_len=config.max_model_len, progress=on_load)
+        model = load_model(
+            folder,
+            ops=runner.ops,
+            dtype=dtype,
+            max_model_len=config.max_model_len,
+            device=device.target,
+            progress=on_load,
+        )
+        if gpu is not None:
+            sizes = fit_to_gpu(config, model, sizes, gpu, cost, on_capture)
         return Engine(
             model,
             sizes,

@@ -14,7 +14,7 @@ import torch
 
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.buffers import Limits, page_bytes
-from wavegraph.config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MODEL_LEN, EngineConfig
+from wavegraph.config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MODEL_LEN, POOL_SIZES, EngineConfig
 from wavegraph.errors import ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.sampling import PARAMS_WIDTH
@@ -39,16 +39,25 @@ class Sizes:
     compatibility: str
 
 
-def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype, *, dense_attention: bool = True) -> Sizes:
+def derive(
+    config: EngineConfig,
+    model: OuroConfig,
+    dtype: torch.dtype,
+    *,
+    dense_attention: bool = True,
+    memory: int | None = None,
+) -> Sizes:
     """The sizes of an engine. Raises `ConfigError` for options that this model cannot honour.
 
-    ``dense_attention`` is that of the operators in use: a length that nobody asked for is then kept short.
+    ``dense_attention`` is that of the operators in use: a length that nobody asked for is then kept short. ``memory``
+    is the bytes of the GPU that is to hold it all; None is this machine's memory, of which a pool that nobody sized
+    takes only a part.
 
     A request that does not fit the pool, or a batch below ``max_num_seqs``, is no error: it waits, or is refused
     at the door.
     """
     max_model_len = _wanted_len(config, model, dense_attention)
-    num_pages = _num_pages(config, max_model_len, page_bytes(model, config.page_size, dtype))
+    num_pages = _num_pages(config, max_model_len, page_bytes(model, config.page_size, dtype), memory)
     if config.max_model_len is None:
         max_model_len = min(max_model_len, num_pages * config.page_size)
         if max_model_len < model.max_position_embeddings:
@@ -57,7 +66,9 @@ def derive(config: EngineConfig, model: OuroConfig, dtype: torch.dtype, *, dense
                 max_model_len,
                 model.max_position_embeddings,
             )
-    _check_memory(config, model, dtype, max_model_len, num_pages)
+    # On a GPU a pool that nobody sized takes what is left in the end.
+    pool_pages = num_pages if memory is None or any(getattr(config, name) is not None for name in POOL_SIZES) else 1
+    _check_memory(config, model, dtype, max_model_len, pool_pages, memory)
     scheduler = SchedulerConfig(
         depths=model.total_ut_steps,
         page_size=config.page_size,
@@ -132,10 +143,10 @@ def memory_bytes() -> int:
 
 
 def _check_memory(
-    config: EngineConfig, model: OuroConfig, dtype: torch.dtype, max_model_len: int, num_pages: int
+    config: EngineConfig, model: OuroConfig, dtype: torch.dtype, max_model_len: int, num_pages: int, gpu: int | None
 ) -> None:
-    """Refuse what this machine cannot hold, before any of it is built: the largest parts, each with its options."""
-    memory = memory_bytes()
+    """Refuse what the machine or GPU cannot hold, before any of it is built: the largest parts, with their options."""
+    memory, place = (memory_bytes(), "machine") if gpu is None else (gpu, "GPU")
     coda = _coda_rows(config)
     pool = (num_pages + 1) * page_bytes(model, config.page_size, dtype)
     slot_ints = max_model_len + 1 + -(-max_model_len // config.page_size) + PARAMS_WIDTH
@@ -149,20 +160,24 @@ def _check_memory(
         ("pool, tables and buffers", pool + tables + step, "lower kv_cache_bytes (or num_pages), or max_num_seqs"),
     ):
         if needed > memory:
-            raise ConfigError(f"{what} would take {needed} bytes, but this machine has {memory}; {way_out}")
+            raise ConfigError(f"{what} would take {needed} bytes, but this {place} has {memory}; {way_out}")
 
 
-def _num_pages(config: EngineConfig, max_model_len: int, bytes_per_page: int) -> int:
-    """Pages of the pool: as told, or enough for every request at full length within the default bytes."""
+def _num_pages(config: EngineConfig, max_model_len: int, bytes_per_page: int, gpu: int | None) -> int:
+    """Pages of the pool: as told, or enough for every request at full length within the default bytes, or the GPU's."""
     if config.num_pages is not None:
         return config.num_pages
     enough = config.max_num_seqs * -(-max_model_len // config.page_size)
     if config.kv_cache_fraction is not None:
-        given, size = f"kv_cache_fraction={config.kv_cache_fraction}", int(memory_bytes() * config.kv_cache_fraction)
+        given, size = (
+            f"kv_cache_fraction={config.kv_cache_fraction}",
+            int((memory_bytes() if gpu is None else gpu) * config.kv_cache_fraction),
+        )
     elif config.kv_cache_bytes is not None:
         given, size = f"kv_cache_bytes={config.kv_cache_bytes}", config.kv_cache_bytes
     else:
-        return max(1, min(enough, min(DEFAULT_KV_CACHE_BYTES, memory_bytes() // 2) // bytes_per_page))
+        most = min(DEFAULT_KV_CACHE_BYTES, memory_bytes() // 2) if gpu is None else gpu
+        return max(1, min(enough, most // bytes_per_page))
     if size < bytes_per_page:
         raise ConfigError(
             f"{given} holds no page: one of page_size={config.page_size} takes {bytes_per_page} bytes; raise it, or "

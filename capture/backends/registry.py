@@ -11,7 +11,7 @@ _BACKENDS: tuple[type[Backend], ...] = (CudaBackend, CompiledBackend, RecordedBa
 
 
 def create_backend(name: str) -> Backend:
-    """A new backend. Raises `ConfigError` for a name that none has; ``cuda`` must be known to work here."""
+    """A new backend. Raises `ConfigError` for a name that none has. For ``cuda``, there must be a GPU."""
     for backend in _BACKENDS:
         if backend.name == name:
             return backend()

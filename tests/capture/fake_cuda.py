@@ -81,6 +81,9 @@ class FakeCuda:
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return self.free, TOTAL
 
+    def get_device_properties(self, index: int) -> Any:
+        return type("Properties", (), {"multi_processor_count": 132})
+
     def memory_snapshot(self) -> list[dict[str, object]]:
         held = self.leaked or any(graph.ended for graph in self.graphs)
         return [{"segment_pool_id": (0, 0)}] + [{"segment_pool_id": (0, 7)}] * bool(held)

@@ -17,15 +17,8 @@ import torch
 
 from tests.capture.driver import tiny_config
 from wavegraph.capture import bundle as module
-from wavegraph.capture.bundle import (
-    Bundle,
-    check_target,
-    cpu_fingerprint,
-    fingerprint_here,
-    machine_differences,
-    read_bundle,
-    write_bundle,
-)
+from wavegraph.capture.bundle import Bundle, read_bundle, write_bundle
+from wavegraph.capture.fingerprint import check_target, cpu_fingerprint, fingerprint_here, machine_differences
 from wavegraph.errors import BundleError, ConfigError
 from wavegraph.model.ops import build
 
@@ -98,8 +91,8 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FORMAT", 2)
-    with pytest.raises(BundleError, match="has format 1, but this version reads 2"):
+    monkeypatch.setattr(module, "FORMAT", 3)
+    with pytest.raises(BundleError, match="has format 2, but this version reads 3"):
         read_bundle(folder)
 
 
@@ -111,7 +104,6 @@ def test_another_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         ({"operators": "00"}, "operators: 00 in the bundle"),
         ({"cxx11_abi": False}, "cxx11_abi: False in the bundle, True here"),
         ({"machine": "aarch64"}, "machine: aarch64 in the bundle"),
-        ({"target": "sm_90"}, "target: sm_90 in the bundle, cpu here"),
         ({"isa": "avx1024"}, "isa: avx1024 in the bundle, portable here"),
         ({"cpu_features": ["avx2", "avx1024"]}, "cpu_features: the bundle needs avx2, avx1024, this CPU lacks avx1024"),
         ({"a_field_of_the_future": 1}, "a_field_of_the_future: 1 in the bundle, nothing here"),
@@ -162,9 +154,10 @@ def test_another_source_or_flag_is_another_fingerprint(tmp_path: Path, monkeypat
 
 
 def test_targets_are_named() -> None:
-    check_target("cpu")
-    with pytest.raises(ConfigError, match="target: 'sm_90' is unknown; use cpu"):
-        check_target("sm_90")
+    for target in ("cpu", "sm_80", "sm_90", "sm_100"):
+        check_target(target)
+    with pytest.raises(ConfigError, match="target: 'sm_70' is unknown; use cpu, sm_80, sm_90, sm_100"):
+        check_target("sm_70")
 
 
 # --- writing -----------------------------------------------------------------------------------------------

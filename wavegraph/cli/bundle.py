@@ -1,5 +1,6 @@
 """``wavegraph bundle``: what a bundle holds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ def inspect_command(folder: Path, json_path: Path | None) -> None:
     Whether it fits a model is found out when it is used.
     """
     import_engine()
-    from wavegraph.capture.bundle import machine_differences, read_bundle
+    from wavegraph.capture.bundle import read_bundle
+    from wavegraph.capture.fingerprint import machine_differences
 
     bundle = read_bundle(folder)
     facts: dict[str, Any] = {
         "fingerprint": bundle.fingerprint,
         "files": {name: path.stat().st_size for name, path in bundle.files.items()},
+        "kernels": list(bundle.kernels),
         "differences": machine_differences(bundle),
     }
     if json_path is not None:
@@ -36,7 +39,18 @@ def inspect_command(folder: Path, json_path: Path | None) -> None:
         return
     for name, value in bundle.fingerprint.items():
         emit(f"  {name:<28} {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    _show_kernels(bundle.kernels)
     for name, size in facts["files"].items():
         emit(f"  {name}: {size:,} bytes")
     for difference in facts["differences"] or ["fits this machine"]:
         emit(difference)
+
+
+def _show_kernels(kernels: Sequence[dict[str, Any]]) -> None:
+    """A line a kernel: per thread its registers and the bytes that it spills, per block its bytes of shared memory."""
+    if not kernels:
+        return
+    emit(f"  {'kernel':<36} {'registers':>9} {'spills':>6} {'shared':>7}")
+    for kernel in kernels:
+        spills = kernel["stack"] + kernel["local"]
+        emit(f"  {kernel['name']:<36} {kernel['registers']:>9} {spills:>6} {kernel['shared']:>7}")

@@ -63,7 +63,8 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "trace": ("--trace", {"metavar": "FILE", "help": "Write a trace of every step for Perfetto."}),
     "threads": ("--threads", _number("CPU threads.")),
     "check": ("--check", {"is_flag": True, "help": "Judge every plan with the legality checker."}),
-    "backend": ("--backend", _choice("auto, compiled, recorded or eager.")),
+    "deterministic": ("--deterministic", {"is_flag": True, "help": "A row's bits do not depend on the batch."}),
+    "backend": ("--backend", _choice("auto, cuda, compiled, recorded or eager.")),
     "dtype": ("--dtype", _choice("auto, float32, bfloat16 or float16.")),
     "cost": ("--cost", {"metavar": "FILE", "help": "Measured costs of steps, in JSON."}),
     "bundle": ("--bundle", {"metavar": "DIR", "help": "Compile nothing: use what 'precompile' put into DIR."}),
@@ -75,11 +76,12 @@ _DEFAULTS: dict[str, object] = {field.name: field.default for field in fields(En
 
 _DEFAULT_TEXTS: dict[str, object] = {
     "max_num_batched_tokens": f"the largest of --buckets, or {DEFAULT_BATCHED_TOKENS}",
-    "max_model_len": f"the model's, at most the pool; {DEFAULT_MODEL_LEN} unless compiled",
-    "kv_cache_bytes": "what all requests need, at most 4 GiB and half the memory",
+    "max_model_len": f"the model's, at most the pool; {DEFAULT_MODEL_LEN} unless compiled or cuda",
+    "kv_cache_bytes": "what all requests need, at most 4 GiB and half the memory, or what a GPU has left",
     "kv_cache_fraction": None,  # one of three ways to say the same
     "buckets": "powers of two and their midpoints",
     "check": None,  # a flag
+    "deterministic": None,  # a flag
     "backend": "auto",
     "dtype": "auto",
 }

@@ -58,7 +58,7 @@ def _device() -> dict[str, Any]:
     import torch
 
     from wavegraph.capture.backends.registry import backend_names
-    from wavegraph.runner import AUTO, choose_backend
+    from wavegraph.runner import AUTO, choose_backend, cuda_missing
 
     chosen, reason = choose_backend(AUTO, torch.float32)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
@@ -67,6 +67,7 @@ def _device() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": gpu,
         "backends": ", ".join(backend_names()),
+        "cuda backend": cuda_missing() or "ready",
         "default backend": chosen + f" ({reason})" * bool(reason),
     }
 
@@ -84,8 +85,10 @@ def _model(model: str, config: EngineConfig, dtype: str, backend: str) -> tuple[
     folder = resolve_checkpoint(model_path(model))
     shape = OuroConfig.from_file(folder)
     torch_dtype = checkpoint_dtype(folder, shape, dtype)
-    chosen, reason = choose_backend(backend, torch_dtype)
-    sizes = derive(config, shape, torch_dtype, dense_attention=chosen != "compiled")
+    chosen, reason = choose_backend(backend, torch_dtype, deterministic=config.deterministic)
+    memory = torch.cuda.mem_get_info()[1] if chosen == "cuda" else None
+    dense = chosen not in ("cuda", "compiled")
+    sizes = derive(config, shape, torch_dtype, dense_attention=dense, memory=memory)
     parameters = sum(torch.Size(size).numel() for size in tensor_shapes(shape).values())
     facts = {
         "folder": str(folder),

@@ -16,14 +16,16 @@ from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
 )
 @click.argument("model", shell_complete=complete_model)
 @click.option("--out", required=True, type=Path, metavar="DIR", help="The bundle's folder.")
-@click.option("--target", default="cpu", show_default=True, metavar="NAME", help="What it is for: cpu.")
+@click.option(
+    "--target", default="cpu", show_default=True, metavar="NAME", help="What it is for: cpu, sm_80, sm_90 or sm_100."
+)
 @click.option(
     "--ladder",
     type=integers,
     metavar="ROWS,…",
     help=f"Row counts to record.  [default: powers of two and their midpoints up to {DEFAULT_BATCHED_TOKENS}]",
 )
-@click.option("--dtype", default="auto", show_default=True, metavar="NAME", help="auto, float32 or bfloat16.")
+@click.option("--dtype", default="auto", show_default=True, metavar="NAME", help="auto, float32, bfloat16 or float16.")
 @click.option("--page-size", default=EngineConfig.page_size, show_default=True, metavar="N", help="Positions per page.")
 @click.option(
     "--profile",
@@ -31,21 +33,27 @@ from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
     metavar="FILE",
     help="Result of 'profile-buckets': put its costs into the bundle, and its ladder unless --ladder is given.",
 )
+@click.option(
+    "--max-num-seqs", default=EngineConfig.max_num_seqs, show_default=True, metavar="N", help="Of a GPU's bundle."
+)
+@click.option("--max-model-len", type=int, metavar="N", help="Of a GPU's bundle.  [default: the model's]")
+@click.option(
+    "--deterministic", is_flag=True, help="Of a GPU's bundle: products whose bits do not depend on the batch."
+)
 @json_output
 def precompile_command(
     model: str,
     out: Path,
-    target: str,
     ladder: list[int] | None,
-    dtype: str,
-    page_size: int,
     profile_path: str | None,
     json_path: Path | None,
+    **given: Any,
 ) -> None:
     """Compile what MODEL needs into a bundle, for 'generate --bundle DIR' to run without a compiler.
 
-    It is for CPUs with the instruction set of this one, or with the one that WAVEGRAPH_CPU_ISA names, and for these
-    versions of torch and Wavegraph. No weights are read.
+    For cpu it is for CPUs with the instruction set of this one, or with the one that WAVEGRAPH_CPU_ISA names, and for
+    these versions of torch and Wavegraph. For a GPU, which need not be here, Triton must be installed. No weights are
+    read.
     """
     import_engine()
     from wavegraph.capture.bundle import add_cost
@@ -53,19 +61,12 @@ def precompile_command(
 
     cost, profiled = read_profile(profile_path) if profile_path is not None else (None, None)
     on_build = Bars().note("Compiling operators (once)")
-    bundle = precompile(
-        model_path(model),
-        out,
-        target=target,
-        ladder=ladder or profiled,
-        dtype=dtype,
-        page_size=page_size,
-        on_build=on_build,
-    )
+    bundle = precompile(model_path(model), out, ladder=ladder or profiled, on_build=on_build, **given)
     if cost is not None:
         bundle = add_cost(out, cost)
     facts: dict[str, Any] = {"bundle": str(bundle.folder), "fingerprint": bundle.fingerprint}
     if json_path is not None:
         write_json(json_path, to_json(facts))
     else:
-        emit(f"{bundle.folder}: {bundle.fingerprint['target']} ({bundle.isa}), {bundle.fingerprint['dtype']}")
+        holds = f"{len(bundle.kernels)} kernels" if bundle.kernels else bundle.isa
+        emit(f"{bundle.folder}: {bundle.target} ({holds}), {bundle.fingerprint['dtype']}")
