@@ -37,6 +37,9 @@ LIMITS = {
 }
 """Sections in their order, and the most seconds that each may take."""
 
+TESTS = ("tests/gpu", "tests/model/interpreted", "--ignore", "tests/model/interpreted/test_offsets.py")
+"""What `tests/gpu` says of pages far into a pool, `test_offsets.py` says to the interpreter."""
+
 OTHER_PROCESSES = ("tests", "start")
 START_UP = 40
 """Seconds that a fresh process may take to import torch and to make the model."""
@@ -93,7 +96,7 @@ def _tests(folder: Path, environment: dict[str, str], limit: float) -> dict[str,
     """`tests/gpu`, and the tests of kernels, which run on a GPU if there is one. Raises RuntimeError if one fails."""
     report = folder / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-o", "filterwarnings=default", "-p", "no:cacheprovider"]
-    places = ["tests/gpu", "tests/model/interpreted"]
+    places = ["-m", "not slow", *TESTS]
     done = subprocess.run(
         [*command, f"--junitxml={report}", *places],
         cwd=ROOT,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.model.cpu_step import Row, Shape, kv_of, qkv_of, same_bits
+from tests.model.interpreted.launcher import make_launcher
 from tests.model.interpreted.steps import Span, assert_close, assert_framed, framed, prepared, rows_of
-from wavegraph.model.ops.triton.launch import JitLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 
 # One tile cut short, two tiles, the first and the last position; prefixes of one split and of several.
@@ -66,7 +66,7 @@ def test_bits_depend_on_the_row_alone(ops: TritonOps, dtype: torch.dtype) -> Non
     shape = Shape(heads=2, kv_heads=1, page_size=16)
     whole, _ = attend(ops, shape, dtype, [(1, 55, 20, 0)], 20)
     assert not whole.isnan().any()
-    few = TritonOps(JitLauncher(), programs=2, min_split=64)
+    few = TritonOps(make_launcher(), programs=2, min_split=64)
     for cut, bucket, cutter in ((1, 24, ops), (9, 40, few), (16, 72, few)):
         spans = [(0, 3, 2, 1), (1, 55, cut, 0), (2, 130, 1, 0), (1, 55 + cut, 20 - cut, 0)]
         got, _ = attend(cutter, shape, dtype, spans, bucket)

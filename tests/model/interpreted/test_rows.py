@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.model.cpu_step import CANARY, NAN, Shape, Step, normal, qkv_of
+from tests.model.interpreted.launcher import make_launcher
 from tests.model.interpreted.steps import (
     Span,
     assert_close,
@@ -15,7 +16,6 @@ from tests.model.interpreted.steps import (
 )
 from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.triton import ops as triton_ops
-from wavegraph.model.ops.triton.launch import JitLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 from wavegraph.model.ops.triton.scratch import Splits, most_tiles, work_list
 
@@ -25,7 +25,7 @@ SIZES = [(1, 16, 33), (5, 67, 130), (70, 48, 64)]
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_linear(dtype: torch.dtype, deterministic: bool, rows: int, inputs: int, outputs: int) -> None:
-    ops = TritonOps(JitLauncher(), deterministic=deterministic)
+    ops = TritonOps(make_launcher(), deterministic=deterministic)
     x = normal(rows + 3, inputs, key=(1, rows), dtype=dtype)
     x[rows:] = NAN
     weight = normal(outputs, inputs, key=(2, outputs), dtype=dtype)
@@ -36,7 +36,7 @@ def test_linear(dtype: torch.dtype, deterministic: bool, rows: int, inputs: int,
 
 
 def test_a_row_of_the_deterministic_product_has_its_bits(dtype: torch.dtype) -> None:
-    ops = TritonOps(JitLauncher(), deterministic=True)
+    ops = TritonOps(make_launcher(), deterministic=True)
     x, weight = normal(70, 40, key=(1,), dtype=dtype), normal(50, 40, key=(2,), dtype=dtype)
     whole, alone = (torch.full((70, 50), NAN, dtype=dtype) for _ in range(2))
     ops.linear(whole, x, weight, 70)

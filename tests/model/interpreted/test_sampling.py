@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.interpreted.launcher import make_launcher
 from tests.model.test_sampling import VOCAB, Bench, random_case
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.base import Ops
-from wavegraph.model.ops.triton.launch import JitLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 from wavegraph.model.reference_sampling import Settings, draw, uniform
 from wavegraph.model.sampling import Action
@@ -27,7 +27,7 @@ MakeConfig = Callable[..., OuroConfig]
 
 @pytest.fixture(scope="module")
 def bench(small_config: MakeConfig, make_driver: MakeDriver) -> Bench:
-    return Bench(driver_of(TritonOps(JitLauncher()), small_config, make_driver))
+    return Bench(driver_of(TritonOps(make_launcher()), small_config, make_driver))
 
 
 def driver_of(ops: Ops, small_config: MakeConfig, make_driver: MakeDriver, dtype: torch.dtype = torch.float32) -> Any:
@@ -126,7 +126,7 @@ def test_scores_equal_aten(dtype: torch.dtype, small_config: MakeConfig, make_dr
     """Of drawn and of known tokens; tokens of equal logits are listed by id."""
     results: list[tuple[Tensor, ...]] = []
     logits = random_case(3, 4)[0].round(decimals=1).to(dtype)
-    for ops in (TritonOps(JitLauncher()), AtenOps()):
+    for ops in (TritonOps(make_launcher()), AtenOps()):
         driver = driver_of(ops, small_config, make_driver, dtype)
         driver.fill_inputs([], coda_rows=[(0, 3), (1, 0), (2, 5, 1, Action.SCORE), (3, 22)])
         io = driver.io

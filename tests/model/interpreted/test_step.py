@@ -11,10 +11,10 @@ from numpy.testing import assert_allclose
 
 from tests.capture.driver import Driver, make_executor
 from tests.model.cpu_step import same_bits
+from tests.model.interpreted.launcher import make_launcher
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.base import Ops
-from wavegraph.model.ops.triton.launch import JitLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 from wavegraph.model.reference import ReferenceModel
 from wavegraph.model.sampling import FEATURE_SAMPLER, Action, encode_params
@@ -76,7 +76,7 @@ def test_steps_equal_eager(
 ) -> None:
     """Hidden rows, KV and logits over one schedule; in bfloat16 as near as both are to float64."""
     config = small_config(head_dim=16, total_ut_steps=2)
-    ops = TritonOps(JitLauncher(), deterministic=deterministic, programs=4)
+    ops = TritonOps(make_launcher(), deterministic=deterministic, programs=4)
     (got, tokens), (want, expected) = (run(each, config, dtype, make_driver, padding=3) for each in (ops, AtenOps()))
     assert tokens == expected
     assert len(tokens) == 2
@@ -99,7 +99,7 @@ def test_deterministic_steps_have_the_same_bits_at_every_bucket(
     small_config: MakeConfig, make_driver: MakeDriver
 ) -> None:
     config = small_config(head_dim=16, num_hidden_layers=1, total_ut_steps=2)
-    ops = TritonOps(JitLauncher(), deterministic=True, programs=4)
+    ops = TritonOps(make_launcher(), deterministic=True, programs=4)
     model = model_from_tensors(config, dict(random_weights(config, 3, torch.bfloat16)), ops=ops, dtype=torch.bfloat16)
     results = []
     for chunk, padding in ((4, 0), (3, 3)):
@@ -118,7 +118,7 @@ def test_an_executor_over_interpreted_kernels(small_config: MakeConfig) -> None:
     config = small_config(head_dim=16, num_hidden_layers=1, total_ut_steps=2)
     tensors = dict(random_weights(config, 3))
     results = []
-    for ops in (TritonOps(JitLauncher(), programs=4), AtenOps()):
+    for ops in (TritonOps(make_launcher(), programs=4), AtenOps()):
         model = model_from_tensors(config, tensors, ops=ops, dtype=torch.float32)
         driver = Driver(make_executor(model, "eager", ladder=(2, 8), coda_ladder=(2,), page_size=16, num_pages=6))
         driver.features = FEATURE_SAMPLER
