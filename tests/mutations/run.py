@@ -2,8 +2,8 @@
 
     python tests/mutations/run.py scheduler [--only WORD] [--jobs 2]
 
-Each list is a TOML file beside this script: which tests to run, and mutations as (file, old text, new text). A
-mutation is applied in a copy of the sources, never in the tree. Exit code 1 if one survives or no longer applies.
+Each list is a TOML file beside this script: which tests to run, and mutations as (file, old text, new text), perhaps
+with the one ``test`` file of them that is to notice. A mutation is applied in a copy of the sources, never in the tree. Exit code 1 if one survives or no longer applies.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> int:
         return 1
     mutations = [m for m in spec["mutation"] if options.only in m["name"]]
     with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = pool.map(lambda m: judge(m, spec["tests"]), mutations)
+        verdicts = pool.map(lambda m: judge(m, [m["test"]] if "test" in m else spec["tests"]), mutations)
         failed = 0
         for mutation, verdict in zip(mutations, verdicts, strict=True):
             print(f"{verdict:>10}  {mutation['name']}", flush=True)
