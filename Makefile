@@ -11,10 +11,10 @@ ROOMS := buckets capture model scheduler
 MUTATIONS := $(basename $(notdir $(wildcard tests/mutations/*.toml)))
 
 .DELETE_ON_ERROR:
-.PHONY: help run test check lint type mutate bench figures clean
+.PHONY: help run test check lint type mutate bench figures gpu-check clean
 
 help: ## list these targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -73,6 +73,9 @@ figures: $(READY) ## every figure of docs/benchmarks.md, measured on this machin
 	$(MEASURE) start --json $(RESULTS)/start.json
 	$(MEASURE) report $(RESULTS)/*.json --html build/figures.html
 	$(BIN)/python -m wavegraph.tools.figures docs/benchmarks.md $(RESULTS)
+
+gpu-check: ## on a machine with a GPU: tests and figures, in six minutes, nothing installed
+	$(PYTHON) benchmarks/gpu_check.py
 
 clean: ## remove everything that was made here, .venv too
 	rm -rf build dist *.egg-info $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -3,7 +3,8 @@
     python tests/mutations/run.py scheduler [--only WORD] [--jobs 2]
 
 Each list is a TOML file beside this script: which tests to run, and mutations as (file, old text, new text), perhaps
-with the one ``test`` file of them that is to notice. A mutation is applied in a copy of the sources, never in the tree. Exit code 1 if one survives or no longer applies.
+with the one ``test`` file of them that is to notice. A mutation is applied in a copy of the sources, never in the
+tree. Exit code 1 if one survives or no longer applies.
 """
 
 import argparse
