@@ -31,7 +31,7 @@ from typing import Any
 from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.errors import BundleError
-from wavegraph.model.ops.triton.cubins import Cubin
+from wavegraph.model.ops.triton.cubin import Cubin
 
 FORMAT = 2
 CPU = "cpu"

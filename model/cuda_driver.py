@@ -7,6 +7,7 @@ streams and graphs are integers, as PyTorch gives them; all is done in the curre
 import ctypes
 import importlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,13 +57,15 @@ class Kernel:
 
     def __init__(self, cubin: bytes, name: str, *, shared: int, warps: int) -> None:
         driver = _bindings()
-        self.name = name
         self._shared, self._threads = shared, warps * 32
         self._module = _call("cuModuleLoadData", cubin)
-        self._function = _call("cuModuleGetFunction", self._module, name.encode())
-        if shared > _STATIC_SHARED_LIMIT:
-            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _call("cuFuncSetAttribute", self._function, most, shared)
+        with ExitStack() as on_failure:
+            on_failure.callback(self.unload)
+            self._function = _call("cuModuleGetFunction", self._module, name.encode())
+            if shared > _STATIC_SHARED_LIMIT:
+                most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _call("cuFuncSetAttribute", self._function, most, shared)
+            on_failure.pop_all()
 
     def launch(self, grid: Sequence[int], stream: int, arguments: Sequence[Argument]) -> None:
         """Launch ``grid`` blocks, up to three sizes, on ``stream``. Raises `DriverError`."""

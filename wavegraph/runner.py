@@ -22,7 +22,7 @@ from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.base import Ops
 from wavegraph.model.ops.build import BuildError, find_compiler, loaded_library
 from wavegraph.model.ops.cpu import DTYPES, CpuOps
-from wavegraph.model.ops.triton.cubins import CubinLauncher
+from wavegraph.model.ops.triton.cubin import CubinLauncher
 from wavegraph.model.ops.triton.launch import JitLauncher, Launcher
 from wavegraph.model.ops.triton.ops import TritonOps
 

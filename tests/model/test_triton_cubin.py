@@ -1,22 +1,23 @@
 """Launching cubins, seen by a driver that only notes its calls."""
 
 import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from wavegraph.errors import CaptureError, EngineError
-from wavegraph.model.ops.triton.compile import Binary
-from wavegraph.model.ops.triton.cubin import CubinLauncher
+from wavegraph.errors import BundleError
+from wavegraph.model import cuda_driver
+from wavegraph.model.cuda_driver import DriverError
+from wavegraph.model.ops.triton.cubin import Cubin, CubinLauncher
 from wavegraph.model.ops.triton.launch import Launch, describe
 
 
 class FakeDriver:
     """Answers as ``cuda.bindings.driver`` does: a tuple of a result, then values. ``fails`` is refused."""
 
-    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
 
     def __init__(self, fails: str = "") -> None:
@@ -27,7 +28,7 @@ class FakeDriver:
         def call(*args: Any) -> tuple[Any, ...]:
             self.calls.append((name, *args))
             if name == self.fails:
-                return (700, None)
+                return (700,)
             return {
                 "cuModuleLoadData": (0, "module"),
                 "cuModuleGetFunction": (0, "function"),
@@ -41,9 +42,12 @@ class FakeDriver:
         return [call[0] for call in self.calls]
 
 
-@pytest.fixture(autouse=True)
-def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setattr(cuda_driver, "_bindings", lambda: fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    return fake
 
 
 def launch(warps: int = 4) -> Launch:
@@ -51,15 +55,18 @@ def launch(warps: int = 4) -> Launch:
     return describe("norm", (3, 2), arguments, {"BLOCK": 16}, num_warps=warps)
 
 
-def binary(one: Launch, shared: int = 0) -> Binary:
-    return Binary(one.spec, "sm_90", "norm", shared, b"cubin")
+def launcher_of(folder: Path, *launches: Launch, shared: int = 0) -> CubinLauncher:
+    path = folder / "norm.cubin"
+    path.write_bytes(b"cubin")
+    return CubinLauncher({one.spec.name: Cubin(path, "norm", shared) for one in launches})
 
 
-def test_values_go_in_their_order_and_two_null_pointers_last() -> None:
-    driver, one = FakeDriver(), launch()
-    launcher = CubinLauncher([binary(one, shared=1000)], driver)
-    assert driver.calls == [("cuModuleLoadData", b"cubin"), ("cuModuleGetFunction", "module", b"norm")]
+def test_values_go_in_their_order_and_two_null_pointers_last(driver: FakeDriver, tmp_path: Path) -> None:
+    one = launch()
+    launcher = launcher_of(tmp_path, one, shared=1000)
+    assert driver.calls == []
     launcher(one)
+    assert driver.calls[:2] == [("cuModuleLoadData", b"cubin"), ("cuModuleGetFunction", "module", b"norm")]
     x, ids = one.values[:2]
     assert isinstance(x, torch.Tensor)
     assert isinstance(ids, torch.Tensor)
@@ -67,36 +74,36 @@ def test_values_go_in_their_order_and_two_null_pointers_last() -> None:
     pointer = ctypes.c_void_p
     types = (pointer, pointer, ctypes.c_int32, ctypes.c_float, pointer, pointer)
     assert driver.calls[2] == ("cuLaunchKernel", "function", 3, 2, 1, 128, 1, 1, 1000, 77, (values, types), 0)
-    launcher.close()
-    assert driver.names[3:] == ["cuModuleUnload"]
+    launcher(one)
+    assert driver.names[3:] == ["cuLaunchKernel"], "it is loaded once"
 
 
-def test_much_shared_memory_is_asked_for() -> None:
-    driver = FakeDriver()
-    CubinLauncher([binary(launch(), shared=49152), binary(launch(8), shared=49153)], driver)
-    assert [call for call in driver.calls if call[0] == "cuFuncSetAttribute"] == [
-        ("cuFuncSetAttribute", "function", 8, 49153)
-    ]
+@pytest.mark.parametrize(("shared", "asked"), [(49152, 0), (49153, 1)])
+def test_much_shared_memory_is_asked_for(driver: FakeDriver, tmp_path: Path, shared: int, asked: int) -> None:
+    one = launch(8)
+    launcher_of(tmp_path, one, shared=shared)(one)
+    found = [call for call in driver.calls if call[0] == "cuFuncSetAttribute"]
+    assert found == [("cuFuncSetAttribute", "function", 8, shared)] * asked
 
 
-def test_a_kernel_that_was_not_precompiled_is_refused() -> None:
-    launcher = CubinLauncher([binary(launch())], FakeDriver())
-    with pytest.raises(CaptureError, match=r"norm-[0-9a-f]{12}: was not precompiled; make the bundle again"):
+def test_a_kernel_that_was_not_precompiled_is_refused(driver: FakeDriver, tmp_path: Path) -> None:
+    launcher = launcher_of(tmp_path, launch())
+    with pytest.raises(BundleError, match=r"kernel norm \(BLOCK=16\) is not in the bundle; precompile it for"):
         launcher(launch(warps=8))
-    launcher.close()
-    with pytest.raises(CaptureError, match="was not precompiled"):
-        launcher(launch())
+    assert driver.calls == []
 
 
 @pytest.mark.parametrize("name", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
-def test_what_was_loaded_before_a_failure_is_unloaded(name: str) -> None:
-    driver = FakeDriver(fails=name)
-    with pytest.raises(EngineError, match=rf"norm-.*: {name} failed \(an illegal thing\)"):
-        CubinLauncher([binary(launch(), shared=60000)], driver)
+def test_what_was_loaded_before_a_failure_is_unloaded(driver: FakeDriver, tmp_path: Path, name: str) -> None:
+    driver.fails = name
+    one = launch()
+    with pytest.raises(DriverError, match=f"{name}: an illegal thing"):
+        launcher_of(tmp_path, one, shared=60000)(one)
     assert driver.names.count("cuModuleUnload") == (name != "cuModuleLoadData")
 
 
-def test_a_launch_that_the_driver_refuses_is_an_error() -> None:
-    driver, one = FakeDriver(fails="cuLaunchKernel"), launch()
-    with pytest.raises(EngineError, match="cuLaunchKernel failed"):
-        CubinLauncher([binary(one)], driver)(one)
+def test_a_launch_that_the_driver_refuses_is_an_error(driver: FakeDriver, tmp_path: Path) -> None:
+    driver.fails = "cuLaunchKernel"
+    one = launch()
+    with pytest.raises(DriverError, match="cuLaunchKernel: an illegal thing"):
+        launcher_of(tmp_path, one)(one)

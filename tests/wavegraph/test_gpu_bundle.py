@@ -23,8 +23,8 @@ from wavegraph.config import EngineConfig
 from wavegraph.errors import BundleError, ConfigError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.loading import load_model
-from wavegraph.model.ops.triton import cubins
-from wavegraph.model.ops.triton.cubins import CubinLauncher
+from wavegraph.model.ops.triton import cubin
+from wavegraph.model.ops.triton.cubin import CubinLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 from wavegraph.model.sampling import FEATURE_SAMPLER, encode_params
 from wavegraph.precompile import precompile, with_bundle
@@ -81,7 +81,7 @@ def launched(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each kernel was launched since, by a driver that does nothing."""
     monkeypatch.setattr(FakeKernel, "launched", {}, raising=False)
     monkeypatch.setattr(FakeKernel, "manifest", {kernel["entry"]: kernel for kernel in bundle.kernels}, raising=False)
-    monkeypatch.setattr(cubins, "Kernel", FakeKernel)
+    monkeypatch.setattr(cubin, "Kernel", FakeKernel)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 99}))
     return FakeKernel.launched
 
@@ -168,7 +168,7 @@ def test_it_is_read_and_launched_without_triton(bundle: Bundle) -> None:
 import sys
 sys.modules["triton"] = None
 from wavegraph.capture.bundle import read_bundle
-from wavegraph.model.ops.triton.cubins import CubinLauncher
+from wavegraph.model.ops.triton.cubin import CubinLauncher
 from wavegraph.model.ops.triton.ops import TritonOps
 from wavegraph.runner import make_runner
 TritonOps(CubinLauncher(read_bundle({str(bundle.folder)!r}).cubins()))

@@ -1,77 +1,58 @@
-"""Kernels launched from cubins through cuda-python: no compiler of any kind, and nothing of Triton.
-
-Triton's own launcher is C code that it compiles on first use; this one packs a launch's values itself.
-"""
+"""Kernels that were compiled before, launched through cuda-python: no compiler of any kind is needed, nor Triton."""
 
 import ctypes
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from wavegraph.errors import CaptureError, EngineError
-from wavegraph.model.ops.triton.compile import Binary
-from wavegraph.model.ops.triton.launch import KernelSpec, Launch
+from wavegraph.errors import BundleError
+from wavegraph.model.cuda_driver import SCRATCH, Argument, Kernel
+from wavegraph.model.ops.triton.launch import KernelSpec, Launch, Value
 
-_STATIC_SHARED = 48 * 1024
-"""Bytes of shared memory that a kernel may have without asking."""
 
-_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
-_SCRATCH = (0, 0)  # what a cubin of Triton takes last: two pointers, unused by these kernels
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """A binary on disk: ``entry`` is its function, which takes ``shared`` bytes of dynamic shared memory."""
+
+    path: Path
+    entry: str
+    shared: int
 
 
 class CubinLauncher:
-    """A `wavegraph.model.ops.triton.launch.Launcher` of loaded binaries.
+    """Launches kernels of ``cubins``, keyed by `KernelSpec.name`, on torch's current stream.
 
-    All are loaded at once: loading one while a graph is captured is forbidden. The device's context must be current
-    (``torch.cuda.init``), and ``driver`` is ``cuda.bindings.driver``. Launches go to torch's current stream. Raises
-    `EngineError` with the driver's words if a binary cannot be loaded; then none stays loaded.
+    A kernel is loaded when it is first launched: while programs are warmed up, before they are captured. One that is
+    missing raises `BundleError`.
     """
 
-    def __init__(self, binaries: Iterable[Binary], driver: Any) -> None:
-        self._driver = driver
-        self._modules: list[Any] = []
-        self._functions: dict[KernelSpec, tuple[Any, int]] = {}
-        done = False
-        try:
-            for binary in binaries:
-                self._functions[binary.spec] = self._load(binary), binary.shared
-            done = True
-        finally:
-            if not done:
-                self.close()
+    def __init__(self, cubins: Mapping[str, Cubin]) -> None:
+        self._cubins = cubins
+        self._loaded: dict[KernelSpec, Kernel] = {}
 
     def __call__(self, launch: Launch) -> None:
-        """Launch. Raises `CaptureError` for a spec that was not loaded, `EngineError` if the driver refuses."""
-        spec = launch.spec
-        if spec not in self._functions:
-            raise CaptureError(f"{spec.name}: was not precompiled; make the bundle again for this model and ladder")
-        function, shared = self._functions[spec]
-        values = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in launch.values) + _SCRATCH
-        types = tuple(_TYPES.get(kind, ctypes.c_void_p) for _, kind in spec.arguments) + (ctypes.c_void_p,) * 2
-        stream = torch.cuda.current_stream().cuda_stream
-        threads = 32 * spec.num_warps
-        self._call("cuLaunchKernel", spec, function, *launch.grid, 1, threads, 1, 1, shared, stream, (values, types), 0)
+        """Run one launch. Raises `DriverError` if the device refuses it."""
+        kernel = self._loaded.get(launch.spec)
+        if kernel is None:
+            kernel = self._loaded[launch.spec] = self._load(launch.spec)
+        arguments = (*map(_argument, launch.values), *SCRATCH)
+        kernel.launch(launch.grid, torch.cuda.current_stream().cuda_stream, arguments)
 
-    def close(self) -> None:
-        """Unload all binaries; no graph that launches them may be replayed afterwards."""
-        self._functions = {}
-        while self._modules:
-            self._driver.cuModuleUnload(self._modules.pop())
+    def _load(self, spec: KernelSpec) -> Kernel:
+        cubin = self._cubins.get(spec.name)
+        if cubin is None:
+            constants = ", ".join(f"{name}={value}" for name, value in spec.constants)
+            raise BundleError(
+                f"kernel {spec.kernel} ({constants}) is not in the bundle; precompile it for the options that are used "
+                "here (max_num_seqs, max_model_len, buckets, deterministic)"
+            )
+        return Kernel(cubin.path.read_bytes(), cubin.entry, shared=cubin.shared, warps=spec.num_warps)
 
-    def _load(self, binary: Binary) -> Any:
-        (module,) = self._call("cuModuleLoadData", binary.spec, binary.cubin)
-        self._modules.append(module)
-        (function,) = self._call("cuModuleGetFunction", binary.spec, module, binary.entry.encode())
-        if binary.shared > _STATIC_SHARED:
-            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", binary.spec, function, attribute, binary.shared)
-        return function
 
-    def _call(self, name: str, spec: KernelSpec, *args: Any) -> tuple[Any, ...]:
-        result, *values = getattr(self._driver, name)(*args)
-        if result != self._driver.CUresult.CUDA_SUCCESS:
-            words = self._driver.cuGetErrorString(result)[1]
-            raise EngineError(f"{spec.name}: {name} failed ({words.decode()}); check that the bundle fits this device")
-        return tuple(values)
+def _argument(value: Value) -> Argument:
+    if isinstance(value, Tensor):
+        return value.data_ptr(), ctypes.c_void_p
+    return value, ctypes.c_float if isinstance(value, float) else ctypes.c_int32
