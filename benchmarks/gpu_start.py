@@ -20,7 +20,7 @@ def make(checkpoint: str, bundle: str) -> None:
     folder = Path(checkpoint)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(OURO_1_4B))
-    precompile(folder, bundle, target=CudaDevice().architecture, ladder=LADDER, dtype=DTYPE, **OPTIONS)
+    precompile(folder, bundle, target=CudaDevice().architecture, ladder=LADDER, dtype=DTYPE)
 
 
 def measure(folder: str) -> dict[str, Any]:

@@ -39,8 +39,6 @@ def precompile(
     ladder: Sequence[int] | None = None,
     dtype: str = "auto",
     page_size: int = EngineConfig.page_size,
-    max_num_seqs: int = EngineConfig.max_num_seqs,
-    max_model_len: int | None = None,
     deterministic: bool = False,
     on_build: Progress | None = None,
 ) -> Bundle:
@@ -54,13 +52,7 @@ def precompile(
     """
     check_target(target)
     sizes = Ladder(ladder if ladder is not None else Ladder.default(DEFAULT_BATCHED_TOKENS).sizes).sizes
-    config = EngineConfig(  # with the engine's own rules
-        buckets=sizes,
-        page_size=page_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        deterministic=deterministic,
-    )
+    config = EngineConfig(buckets=sizes, page_size=page_size, deterministic=deterministic)  # the engine's own rules
     folder = resolve_checkpoint(path)
     shape = OuroConfig.from_file(folder)
     torch_dtype = checkpoint_dtype(folder, shape, dtype)

@@ -72,7 +72,6 @@ def test_a_bundle_gives_the_tokens_of_the_compiler(tmp_path: Path) -> None:
     target = CudaDevice().architecture
     bundle = precompile(
         GOLDENS / "tiny", tmp_path / "bundle", target=target, ladder=[1, 8, 32], dtype="bfloat16",
-        max_num_seqs=4, max_model_len=128,
     )  # fmt: skip
     config = EngineConfig(buckets=(1, 8, 32), **OPTIONS)  # type: ignore[arg-type]
     prompts = [[1, 2, 3, 4, 5], [6, 7]]

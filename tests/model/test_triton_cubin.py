@@ -88,7 +88,7 @@ def test_much_shared_memory_is_asked_for(driver: FakeDriver, tmp_path: Path, sha
 
 def test_a_kernel_that_was_not_precompiled_is_refused(driver: FakeDriver, tmp_path: Path) -> None:
     launcher = launcher_of(tmp_path, launch())
-    with pytest.raises(BundleError, match=r"kernel norm \(BLOCK=16\) is not in the bundle; precompile it for"):
+    with pytest.raises(BundleError, match=r"kernel norm \(BLOCK=16\) is not in the bundle; precompile it anew"):
         launcher(launch(warps=8))
     assert driver.calls == []
 

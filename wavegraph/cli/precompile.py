@@ -34,10 +34,6 @@ from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
     help="Result of 'profile-buckets': put its costs into the bundle, and its ladder unless --ladder is given.",
 )
 @click.option(
-    "--max-num-seqs", default=EngineConfig.max_num_seqs, show_default=True, metavar="N", help="Of a GPU's bundle."
-)
-@click.option("--max-model-len", type=int, metavar="N", help="Of a GPU's bundle.  [default: the model's]")
-@click.option(
     "--deterministic", is_flag=True, help="Of a GPU's bundle: products whose bits do not depend on the batch."
 )
 @json_output

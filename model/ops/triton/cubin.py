@@ -46,8 +46,7 @@ class CubinLauncher:
         if cubin is None:
             constants = ", ".join(f"{name}={value}" for name, value in spec.constants)
             raise BundleError(
-                f"kernel {spec.kernel} ({constants}) is not in the bundle; precompile it for the options that are used "
-                "here (max_num_seqs, max_model_len, buckets, deterministic)"
+                f"kernel {spec.kernel} ({constants}) is not in the bundle; precompile it anew with this version"
             )
         return Kernel(cubin.path.read_bytes(), cubin.entry, shared=cubin.shared, warps=spec.num_warps)
 
