@@ -162,7 +162,7 @@ def test_inspect_shows_what_it_was_made_for(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--target", "sm_90"], "target: 'sm_90' is unknown; use cpu"),
+        (["--target", "sm_70"], "target: 'sm_70' is unknown; use cpu"),
         (["--dtype", "float16"], "backend: the C++ operators compute in float32 or bfloat16, not float16"),
         (["--dtype", "int8"], "dtype: must be auto or one of float32, bfloat16, float16, got 'int8'"),
         (["--ladder", "0,4"], "bucket sizes are row counts of at least 1, got 0"),
