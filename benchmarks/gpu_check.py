@@ -236,7 +236,7 @@ def _next_entry(lines: "Queue[str | None]", limit: float) -> dict[str, Any] | No
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if every section did well."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", metavar="DIR")
     parser.add_argument("--only", default=",".join(LIMITS), metavar="NAME,...")
     parser.add_argument("--seconds", type=float, default=345.0, help="The most that all may take.")
     options = parser.parse_args(arguments)
