@@ -209,7 +209,7 @@ class Executor:
         try:
             self._device.synchronize()
         except RuntimeError as error:
-            raise self._device_failed(self._steps - 1, error) from error
+            raise self._failed(self._steps - 1, error) from error
 
     def close(self) -> None:
         """Let submitted steps end, and let go of all recordings and of the worker thread.
@@ -307,12 +307,14 @@ class Executor:
                 return False
             slot.done.synchronize()
         except RuntimeError as error:
-            raise self._device_failed(number, error) from error
+            raise self._failed(number, error) from error
         return True
 
-    def _device_failed(self, number: int, error: RuntimeError) -> EngineError:
-        self._failure = f"step {number} failed after its launch; build a new executor"
-        return EngineError(f"step {number}: failed after its launch: {error}")
+    def _failed(self, number: int, error: Exception) -> EngineError:
+        """What to raise for a step that failed; nothing runs behind it."""
+        reason = str(error).strip().split("\n")[0]
+        self._failure = f"step {number} failed after its launch ({reason}); build a new executor"
+        return EngineError(f"step {number}: failed after its launch: {reason}")
 
     def _check_usable(self) -> None:
         reason = self._refusal or self._failure
@@ -351,8 +353,7 @@ class Executor:
                 slot.done.record()
             done = True
         except _LAUNCH_ERRORS as error:
-            self._failure = f"step {number} failed after its launch ({error}); build a new executor"
-            raise EngineError(f"step {number}: failed after its launch: {error}") from error
+            raise self._failed(number, error) from error
         finally:
             if not (done or self._failure):
                 self._failure = f"step {number} failed after its launch; build a new executor"
