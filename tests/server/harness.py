@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -83,6 +85,46 @@ class Served:
 
 
 JSON = {"content-type": "application/json"}
+COMPLETION: dict[str, Any] = {"model": "builtin", "prompt": "a", "max_tokens": 2, "temperature": 0}
+LONG: dict[str, Any] = {**COMPLETION, "max_tokens": 1000, "ignore_eos": True}
+
+
+class Stream:
+    """A streamed completion over a bare socket."""
+
+    def __init__(self, port: int, content: dict[str, Any], receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(60)
+        self.socket.connect(("127.0.0.1", port))
+        body = json.dumps({**content, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.socket.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.received = b""
+
+    def read(self, until: bytes | None = None) -> bytes:
+        """Up to some bytes, or to the end."""
+        while until is None or until not in self.received:
+            piece = self.socket.recv(65536)
+            if not piece:
+                break
+            self.received += piece
+        return self.received
+
+    def events(self) -> list[Any]:
+        """What came, comments left out."""
+        data = re.findall(rb"data: (.*)\n\n", self.received)
+        return [json.loads(each) if each != b"[DONE]" else "[DONE]" for each in data]
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def finish(self) -> list[Any]:
+        """Read to the end; returns the events."""
+        self.read()
+        self.close()
+        return self.events()
 
 
 @contextmanager
@@ -93,8 +135,6 @@ def serving(
     engine = AsyncEngine(build if build is not None else partial(build_engine, builtin_path(), config))
     listener = bind("127.0.0.1", 0, settings)
     if send_buffer is not None:
-        import socket
-
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     web = uvicorn_config(create_app(engine, settings), settings)
     server = uvicorn.Server(web)

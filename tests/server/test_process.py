@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.server.harness import JSON, Served
-from tests.server.test_operation import LONG, Stream
+from tests.server.harness import JSON, LONG, Served, Stream
 from wavegraph.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -62,21 +62,15 @@ class Handlers:
         body.check_together()
         tokenizer = engine.tokenizer
 
-        def encode() -> list[list[int]]:
-            many = len(body.prompt) > 1
-            return [
-                _encode(engine, prompt, f"prompt[{index}]" if many else "prompt")
-                for index, prompt in enumerate(body.prompt)
-            ]
+        def encode() -> tuple[list[list[int]], list[str] | None]:
+            names = [f"prompt[{index}]" for index in range(len(body.prompt))] if len(body.prompt) > 1 else ["prompt"]
+            prompts = [_encode(engine, prompt, name) for prompt, name in zip(body.prompt, names, strict=True)]
+            return prompts, [_echo(prompt, tokenizer) for prompt in body.prompt] if body.echo else None
 
-        prompts = await self._off_loop(request, encode)
-        echoes = None
-        if body.echo:
-            echoes = [
-                each if isinstance(each, str) else tokenizer.decode(each) if tokenizer is not None else ""
-                for each in body.prompt
-            ]
-        scored = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+        prompts, echoes = await self._off_loop(request, encode)
+        scored = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            scored = max(body.logprobs, scored or 0)
         if body.stream and scored is not None:
             raise ApiError(400, "logprobs: of an echoed prompt cannot be streamed; leave out stream", param="logprobs")
         params = _sampling(body, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs, scored)
@@ -245,6 +239,13 @@ def _encode(engine: Engine, prompt: str | list[int], field: str) -> list[int]:
         prompt = tokenizer.encode(prompt)
     _check_length(engine, len(prompt), field)
     return checked_ids(field, prompt, engine.model.config.vocab_size)
+
+
+def _echo(prompt: str | list[int], tokenizer: Tokenizer | None) -> str:
+    """The text of a prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(prompt) if tokenizer is not None else ""
 
 
 def _encode_chat(engine: Engine, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
