@@ -121,6 +121,7 @@ class Bench:
 
     def times(self, run: Callable[[], object], repeats: int | None = None) -> Times:
         """Milliseconds of one call on the device, between events; calls of a batch follow each other at once."""
+        self.device.settle()  # inputs were made on another stream
         with torch.no_grad(), self.device.running():
             for _ in range(WARM_UPS):
                 run()
@@ -142,6 +143,7 @@ class Bench:
     def host_microseconds(self, run: Callable[[], object], repeats: int = 200) -> float:
         """Median host time of a call that finds the device idle."""
         spent = []
+        self.device.settle()
         with torch.no_grad(), self.device.running():
             for _ in range(repeats):
                 self.device.synchronize()

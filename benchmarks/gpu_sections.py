@@ -124,6 +124,7 @@ def _kernels(bench: Bench, replay: Callable[[], object]) -> dict[str, Any]:
     if not isinstance(bench.device, CudaDevice):
         return {}
     rounds = 5
+    bench.device.settle()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.no_grad(), bench.device.running(), torch.profiler.profile(activities=activities) as profile:
         for _ in range(rounds):

@@ -61,6 +61,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait until all that was submitted in `running` has run."""
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for all work on the device, also what was not submitted in `running`; give unused memory back to it."""
+
 
 class _Passed:
     """The event of a device that does its work at once."""
@@ -96,6 +100,9 @@ class CpuDevice(Device):
 
     def synchronize(self) -> None:
         """Everything has run."""
+
+    def settle(self) -> None:
+        """Everything has run, and memory is the system's affair."""
 
 
 class CudaDevice(Device):

@@ -101,7 +101,8 @@ class Backend(ABC):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Within this the programs of one start-up are captured, in the device's order."""
+        """Within this the programs of one start-up are captured, in the device's order, behind all other work."""
+        self.device.settle()
         with self.device.running():
             yield
 

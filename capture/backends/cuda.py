@@ -43,7 +43,6 @@ class CudaBackend(Backend):
     @contextmanager
     def session(self) -> Iterator[None]:
         """All captures of a start-up: what other streams did has ended, and the garbage collector rests."""
-        self._gpu.settle()
         with super().session(), _collector_at_rest():
             yield
         self._gpu.settle()

@@ -301,9 +301,7 @@ def test_a_device_that_fails_ends_the_executor(
     with pytest.raises(EngineError, match="step 0: failed after its launch: CUDA error: an illegal memory access"):
         executor.poll(executor.submit(step), wait=call != "query")
     for use in (lambda: executor.submit(step), executor.synchronize, lambda: executor.swap_out(1, [0])):
-        with pytest.raises(
-            EngineError, match=r"executor: step 0 failed after its launch \(CUDA .*\); build a new"
-        ):
+        with pytest.raises(EngineError, match=r"executor: step 0 failed after its launch \(CUDA .*\); build a new"):
             use()
     fake_cuda.fail["stream.synchronize"] = RuntimeError("CUDA error: sticky")
     with caplog.at_level(logging.WARNING):
