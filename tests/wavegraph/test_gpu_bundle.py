@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.capture.driver import Driver
+from wavegraph import runner
 from wavegraph.capture.backends.eager import EagerBackend
 from wavegraph.capture.bundle import Bundle, read_bundle
 from wavegraph.capture.executor import Executor
@@ -184,6 +185,14 @@ from wavegraph.runner import make_runner
 TritonOps(CubinLauncher(read_bundle({str(bundle.folder)!r}).cubins()))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_running_one_needs_no_triton(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "find_spec", lambda name: None)
+    assert choose_backend("auto", torch.bfloat16, bundle) == ("cuda", "")
+    with pytest.raises(ConfigError, match="since Triton is not installed"):
+        choose_backend("cuda", torch.bfloat16)
 
 
 def test_making_one_needs_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
