@@ -36,8 +36,10 @@ async def serving() -> AsyncIterator[AsyncEngine]:
     engine = AsyncEngine(partial(build_engine, GOLDENS / "tiny", CONFIG, backend="eager"))
     engine.start()
     await engine.ready()
-    yield engine
-    await engine.close()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 async def work(engine: AsyncEngine, prompt: int = 20) -> None:
@@ -55,10 +57,11 @@ def parse(event: bytes) -> tuple[str, Any]:
 
 
 async def until(feed: AsyncIterator[bytes], name: str) -> Any:
-    async for event in feed:
-        kind, data = parse(event)
-        if kind == name:
-            return data
+    async with asyncio.timeout(30):
+        async for event in feed:
+            kind, data = parse(event)
+            if kind == name:
+                return data
     raise AssertionError(f"the feed ended without {name}")
 
 
