@@ -26,8 +26,8 @@ class Packer:
 
     ``budget`` is the most rows of a step, ``chunk`` the most of one lane; None: a turn is `AUTO_TURN` rows, and spans
     grow into what is left of the step. With an ``assembly`` a step runs as many rows as predicted seconds ask for,
-    without one all that are ready. ``atomic`` says that deeper rows do not queue but follow their cohort, ``fused``
-    that a step may hold prompt and decode rows. ``paced``: the target kept rows out of the last step.
+    without one all that are ready. ``atomic`` says that deeper rows do not queue but follow their cohort. ``paced``:
+    the target kept rows out of the last step.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class Packer:
         pace: "Pace | None" = None,
         *,
         atomic: bool,
-        fused: bool,
     ) -> None:
         self.budget = budget
         self.turn = min(chunk or AUTO_TURN, budget)
@@ -50,7 +49,6 @@ class Packer:
         self._outlook: Outlook | None = None  # of the last step, if it mattered
         self._assembly = assembly
         self._atomic = atomic
-        self._fused = fused
 
     def fit(self, taken: Taken, rows: int, more: bool, due: bool, allow: Allow) -> Taken:
         """Let spans grow, or cut them; returns which lanes gave rows up, and how many.
@@ -90,7 +88,7 @@ class Packer:
     def _look_out(self, taken: Taken) -> Outlook:
         """What comes after a step that runs all that is ready, as far as it may run beside it."""
         following, remaining, path, goes_on = 0, 0, 0, False
-        turn, grows, atomic, fused = self.turn, self.grows, self._atomic, self._fused
+        turn, grows, atomic = self.turn, self.grows, self._atomic
         for lane, count in taken:
             request, ready = lane.request, lane.limit - lane.next
             deeper = 0 if atomic else len(request.lanes) - lane.depth - 1
@@ -106,7 +104,7 @@ class Packer:
             if deeper:
                 following += count
             elif more and lane.next + count == request.known:
-                following += fused or decodes  # its next token
+                following += 1  # its next token
             goes_on |= decodes and more
 
         order = self._cut_order(taken)

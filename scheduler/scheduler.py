@@ -114,14 +114,7 @@ class Scheduler:
         self._assembly = None
         if config.packing == "fill" and self._ladder is not None:
             self._assembly = Assembly(self._ladder, self.cost, budget, config.depths)
-        return Packer(
-            budget,
-            config.prefill_chunk_size,
-            self._assembly,
-            pace,
-            atomic=not config.wavefront,
-            fused=config.wavefront and config.fused,
-        )
+        return Packer(budget, config.prefill_chunk_size, self._assembly, pace, atomic=not config.wavefront)
 
     # -- requests ------------------------------------------------------------------------------------------
 

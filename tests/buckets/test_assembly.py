@@ -137,6 +137,9 @@ def test_rows_that_would_need_another_step_later_run_now() -> None:
     assert assembly.rows(19, lambda: Outlook(19, 76, lambda left: 4 if left else 3)) == 16
     assert assembly.rows(17, lambda: Outlook(17, 68, lambda left: 4 if left else 3)) == 16
     assert assembly.rows(23, lambda: Outlook(23, 92, lambda left: 4 if left else 3)) == 23
+    assembly = Assembly(Ladder([2, 4, 8]), linear(0, 1), 8, 4)
+    assert assembly.rows(5, lambda: Outlook(0, 5, lambda left: 1 if left else 0)) == 4
+    assert assembly.rows(5, lambda: Outlook(0, 5, lambda left: 3 if left else 0)) == 5
 
 
 @given(cases())

@@ -14,9 +14,11 @@ from wavegraph.buckets.cost import CostModel, ProgramCost
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.buckets.optimise import optimise
 from wavegraph.errors import ConfigError
+from wavegraph.scheduler.lanes import LaneQueue, Taken
 from wavegraph.scheduler.order import DecodeFirst, Fifo, Refill, StagePolicy
 from wavegraph.scheduler.packing import AUTO_TURN, PATIENCE, attended
-from wavegraph.scheduler.plan import ExitRule, Kind, PaddingReason, StepPlan, StepResult
+from wavegraph.scheduler.plan import ExitRule, Kind, PaddingReason, RequestSpec, StepPlan, StepResult
+from wavegraph.scheduler.request import Lane, Request
 
 CPU = make_cost(9e-3, 0.54e-3, top=1024)
 ASSUMED = CostModel.assumed(1024)
@@ -184,6 +186,31 @@ def test_a_row_is_left_out_for_a_bounded_number_of_steps(policy: StagePolicy, fu
     assert longest <= bound
 
 
+def test_rows_of_the_next_depth_and_chunk_follow() -> None:
+    """A long prompt in chunks of 3 has 6 rows ready at two depths, step after step: a bucket of 4 is filled."""
+    config = make_config(packing="fill", prefill_chunk_size=3, depths=2, max_num_batched_tokens=8)
+    harness = Harness(config, Ladder([4, 8]), cost=make_cost(0, 1))
+    harness.add("a", 60)
+    for _ in range(10):
+        harness.plan()
+        harness.complete()
+    assert [plan.rows for plan in harness.plans[1:]] == [4] * 9
+
+
+def test_lanes_that_gave_all_rows_up_stand_where_they_stood() -> None:
+    queue, request = LaneQueue(), Request(RequestSpec("a", [1] * 9, 1), 1, 1, 10, 1)
+    lanes = [Lane(request, 0, 0, 1) for _ in range(5)]
+    for arrival, lane in enumerate(lanes):
+        queue.push(lane, arrival)
+    taken: Taken = []
+    queue.take(4, 16, lambda _lane, count, _taken: count, taken)
+    for lane in lanes[3:0:-1]:
+        queue.put_back(lane, 1)
+    taken.clear()
+    queue.take(9, 16, lambda _lane, count, _taken: count, taken)
+    assert [lane for lane, _ in taken] == lanes[1:]
+
+
 def test_prompts_that_were_left_out_to_fill_a_bucket_are_spared_in_the_next_step() -> None:
     config = make_config(packing="fill", depths=1, max_num_seqs=9, num_pages=300)
     harness = Harness(config, Ladder([8, 16]), cost=make_cost(1, 1))
@@ -321,7 +348,7 @@ def run_until(harness: Harness, name: str) -> list[StepPlan]:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("packing", ["fill", "fifo"])
-@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("chunk", [None, 8, 64])
 @pytest.mark.parametrize("policy", [DecodeFirst(3), Refill(2), Fifo()])
 def test_a_target_bounds_the_predicted_seconds_of_every_step_with_a_prompt(
     fused: bool, packing: str, chunk: int | None, policy: StagePolicy
@@ -380,6 +407,28 @@ def _runs_without_prompt(plans: list[StepPlan]) -> list[list[StepPlan]]:
         else:
             runs[-1].append(plan)
     return runs
+
+
+def test_decode_rows_give_way_to_no_bucket_while_a_target_is_in_force() -> None:
+    """By the rate of live rows, four of the five would run at a time."""
+    for prompt in (False, True):
+        harness = paced(0.030, decodes=5)
+        if not prompt:
+            harness.cancel("long")
+        for _ in range(20):
+            plan = harness.plan()
+            assert plan is not None
+            assert rows_of(plan, Kind.DECODE) == 5
+            harness.complete()
+
+
+def test_coda_rows_that_prompts_are_scored_by_count_against_the_target() -> None:
+    """20 ms for 16 rows, and 4 ms for 8 coda rows, which the scored prompt fills: the checker knows them."""
+    harness = paced(0.0235)
+    harness.add("scored", 60, score_prompt=True)
+    plans = run_until(harness, "scored")
+    assert max(len(plan.coda_tasks) for plan in plans) == 8
+    assert max(seconds_of(plan) for plan in plans) <= 0.0235
 
 
 def test_without_live_decodes_the_target_is_not_in_force() -> None:
