@@ -116,10 +116,11 @@ def test_prefill(tmp_path: Path) -> None:
         assert predicted > 0.5 * replays  # steps of equal rows, whose host time may be hidden
 
 
-def test_the_cost_is_that_of_replays_and_leaves_the_engine_as_it_was() -> None:
+@pytest.mark.parametrize("span_rows", [1, 5, 99])
+def test_the_cost_is_that_of_replays_and_leaves_the_engine_as_it_was(span_rows: int) -> None:
     """Requests decode the same tokens after replays on made-up rows; a bucket's positions are those of its rows."""
     shape = Shape(hidden=64, layers=1, heads=2, head_dim=32, inner=64, vocab=64, page_size=8, dtype="float32")
-    rig = Rig(shape, 2, 24, 16, 3, "auto")
+    rig = Rig(shape, 2, 24, 16, 3, "auto", span_rows)
     config, workload = rig.variant(prefill_chunk_size=4), Workload.at_once("w", [5, 20, 17, 3], 4)
     before = rig.run(config, workload)
     for _ in range(3):
@@ -139,6 +140,8 @@ def test_the_cost_is_that_of_replays_and_leaves_the_engine_as_it_was() -> None:
         assert int(io.row_pos[:rows].max()) == 23
         places = set(zip(*(field[:rows].tolist() for field in (io.row_slot, io.row_pos, io.row_depth)), strict=True))
         assert len(places) == rows
+        spans = len(set(zip(io.row_slot[:rows].tolist(), io.row_depth[:rows].tolist(), strict=True)))
+        assert spans == min(6, -(-rows // min(span_rows, 24)))
     rig.close()
 
 
@@ -146,7 +149,7 @@ def test_the_cost_is_that_of_replays_and_leaves_the_engine_as_it_was() -> None:
 def test_a_simulation_takes_the_steps_of_the_engine(options: dict[str, Any]) -> None:
     """Planning ahead included: requests that wait are admitted as late as in the engine."""
     shape = Shape(hidden=64, layers=1, heads=2, head_dim=32, inner=64, vocab=64, page_size=8, dtype="float32")
-    rig = Rig(shape, 3, 40, 24, 2, "auto")
+    rig = Rig(shape, 3, 40, 24, 2, "auto", 1)
     config = rig.variant(**options)
     workload = Workload("w", tuple(Arrival(0, length, 1 + length % 5) for length in (30, 3, 17, 1, 24, 8)))
     rig.measure_cost()

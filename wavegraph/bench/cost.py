@@ -21,18 +21,19 @@ HOST_STEPS_TOKENS = 8
 class CostMeter:
     """Replays of an idle asynchronous engine, whose tables are written over and come right with its next requests.
 
-    A bucket's rows are spread evenly over the depths of as many requests as may run, and end at a quarter of the
-    longest context, and at all of it. (In `wavegraph.profile` each span has a request of its own, of which there may be
-    too few here.)
+    A bucket's rows are spans of ``span_rows`` rows, or longer where there are more of them than the depths of as many
+    requests as may run; they end at a quarter of the longest context, and at all of it. (In `wavegraph.profile` each
+    span has a request of its own, of which there may be too few here.)
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, span_rows: int) -> None:
         self._engine = engine
+        self._span_rows = min(span_rows, engine.executor.limits.max_model_len)
         self._executor = engine.executor
         limits, depths = engine.executor.limits, engine.model.config.total_ut_steps
         self._pairs = [(slot, depth) for depth in range(depths) for slot in range(limits.max_num_seqs)]
         self._pages = limits.num_pages // limits.max_num_seqs
-        most = -(-limits.max_rows // len(self._pairs))
+        most = max(self._span_rows, -(-limits.max_rows // len(self._pairs)))
         contexts = sorted({min(limits.max_model_len, max(most, limits.max_model_len // 4)), limits.max_model_len})
         ladders = self._executor.core.ladder.sizes, self._executor.coda.ladder.sizes
         self._points = points_of(*ladders, contexts)
@@ -43,7 +44,7 @@ class CostMeter:
             pool[1:] = pool[:1]
 
     def visit(self) -> None:
-        """Time one replay of each bucket at each context, and the host."""
+        """Time one replay of each bucket at each context, after one that finds it cold, and the host."""
         self._time_host()
         order = torch.arange(self._executor.limits.num_pages)
         table = self._executor.io.page_table[:-1]
@@ -51,6 +52,7 @@ class CostMeter:
         for point in self._points:
             positions = self._prepare(point)
             program = self._program(point)
+            program.replay(point.rows, point.rows)
             started = perf_counter()
             program.replay(point.rows, point.rows)
             self._seconds[point, positions].append(perf_counter() - started)
@@ -82,8 +84,9 @@ class CostMeter:
             io.coda_depth.zero_()
             io.coda_action.fill_(Action.SAMPLE)
             return 0
-        share, more = divmod(point.rows, len(self._pairs))
-        counts = [share + (index < more) for index in range(len(self._pairs)) if share or index < more]
+        spans = min(len(self._pairs), -(-point.rows // self._span_rows))
+        share, more = divmod(point.rows, spans)
+        counts = [share + (index < more) for index in range(spans)]
         for index, count in enumerate(counts):
             io.span_slot[index], io.span_depth[index] = self._pairs[index]
             io.span_start[index], io.span_count[index] = point.context - count, count

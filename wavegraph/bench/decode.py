@@ -78,7 +78,7 @@ def bench_decode(
         if getattr(work, name) < least:
             raise ConfigError(f"{name}: must be at least {least}, got {getattr(work, name)}")
     longest = max(PROMPT + work.tokens, work.prompt_len + 1)
-    rig = Rig(shape, depths, longest, budget, work.requests + work.prompts, backend)
+    rig = Rig(shape, depths, longest, budget, work.requests + work.prompts, backend, span_rows=1)
     configs = [rig.variant(prefill_chunk_size=chunk, packing=packing, **(options or {})) for options in LOADS.values()]
     loads = [
         (config, SamplingParams(), 0 if options is None else work.prompts)

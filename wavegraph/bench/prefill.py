@@ -12,6 +12,9 @@ from wavegraph.workload import Workload
 Progress = Callable[[int, int], None]
 """Called with the runs done, and in all."""
 
+SPAN_ROWS = 16
+"""Of the spans whose replays are measured: a chunk size in the middle of those compared."""
+
 
 def bench_prefill(
     shape: Shape,
@@ -35,7 +38,8 @@ def bench_prefill(
     """
     workloads = [Workload.at_once(each.name, [r.prompt_tokens for r in each.requests]) for each in workloads]
     longest = max(workload.longest for workload in workloads)
-    rig = Rig(shape, depths, longest, budget, min(seqs, max(len(each.requests) for each in workloads)), backend)
+    running = min(seqs, max(len(each.requests) for each in workloads))
+    rig = Rig(shape, depths, longest, budget, running, backend, span_rows=SPAN_ROWS)
     variants = [(chunk, wavefront) for chunk in chunks for wavefront in (False, True)]
     configs = [
         rig.variant(prefill_chunk_size=chunk, packing=packing, wavefront=wavefront) for chunk, wavefront in variants

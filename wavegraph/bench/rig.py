@@ -43,10 +43,12 @@ class Rig:
 
     ``budget`` is the most rows of a step; more than these requests can have are not recorded. Schedulers decide by the
     assumed cost, so that what they do is the same on every machine and in every run; predictions are priced by what was
-    measured.
+    measured, with spans of ``span_rows`` rows, as most of the work has.
     """
 
-    def __init__(self, shape: Shape, depths: int, longest: int, budget: int, seqs: int, backend: str) -> None:
+    def __init__(
+        self, shape: Shape, depths: int, longest: int, budget: int, seqs: int, backend: str, span_rows: int
+    ) -> None:
         self.shape, self.depths, self._longest = shape, depths, longest
         self._model = shape.config(depths=depths, max_len=longest)
         runner = make_runner(backend, shape.torch_dtype)
@@ -63,7 +65,7 @@ class Rig:
         sizes = derive(options, self._model, shape.torch_dtype)
         self._run_ahead = options.run_ahead_steps
         self.engine = Engine(model, sizes, backend=runner.backend, run_ahead=self._run_ahead)
-        self._meter = CostMeter(self.engine)
+        self._meter = CostMeter(self.engine, span_rows)
         self._facts = {"backend": runner.backend.name, "isa": getattr(runner.ops, "isa", None)}
 
     def variant(self, **options: Any) -> SchedulerConfig:
