@@ -243,6 +243,13 @@ class Scheduler:
         return len(self._residency.running)
 
     @property
+    def waits_for_gates(self) -> bool:
+        """Whether half the running requests or more wait for their gate's decision: a step would run without them."""
+        running = self._residency.running.values()
+        held = sum(request.held_depth >= 0 for request in running)
+        return held > 0 and 2 * held >= len(running)
+
+    @property
     def residency(self) -> Residency:
         """Slots, pages and queue, for statistics."""
         return self._residency

@@ -217,6 +217,8 @@ class Engine:
     def _advance(self) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         while len(self._flights) < self._run_ahead:
+            if self._flights and self.scheduler.waits_for_gates:
+                break  # running ahead would split the batch in two, each half waiting for the other's step
             planned = perf_counter()
             plan = self.scheduler.plan()
             if plan is None:

@@ -133,8 +133,8 @@ def test_an_exact_exit_costs_as_many_steps_as_loops(checkpoint: str) -> None:
         extra = ahead.stats().scheduler.core_steps - before.core_steps - (after.core_steps - first.core_steps)
         whole = sum(depth + 1 for depth in output.exit_depths)
         figures.append(f"{key}: {loops / 23:.3f} core steps a token; async {extra + loops - whole:+d} steps in all")
-        # What was planned ahead of the last result, and remaining depths that ran while a gate's decision was awaited.
-        assert 0 <= extra + loops - whole <= (23 if "exit_threshold" in CASES[key] else 2), figures[-1]
+        # What was planned ahead of the last result.
+        assert 0 <= extra + loops - whole <= 2, figures[-1]
     print(checkpoint, *figures, sep="\n  ")
     sync.close()
     ahead.close()
@@ -178,3 +178,15 @@ def test_a_copied_exit_saves_the_rows_below_it() -> None:
     # The last token is never fed back.
     assert engine.stats().scheduler.rows == 4 * len(prompt) + sum(depth + 1 for depth in output.exit_depths[1:])
     engine.close()
+
+
+def test_requests_that_leave_by_their_gates_share_steps() -> None:
+    """Planning ahead without those that wait for a decision would split the batch: 121 steps instead of 72."""
+    prompt = golden("tiny")["gen_prompt"].tolist()
+    steps = []
+    for asynchronous in (False, True):
+        engine = build(async_scheduling=asynchronous, prefix_cache=False, packing="fifo")
+        generate(engine, [(prompt[: 8 - index], params(24, exit_threshold=0.5)) for index in range(4)])
+        steps.append(engine.stats().scheduler.core_steps)
+        engine.close()
+    assert steps[1] < 1.2 * steps[0]
