@@ -62,14 +62,15 @@ figures: $(READY) ## every figure of docs/benchmarks.md, measured on this machin
 	$(MEASURE) step --json $(RESULTS)/step.json
 	$(MEASURE) replay --json $(RESULTS)/replay.json
 	$(MEASURE) attention --json $(RESULTS)/attention.json
-	$(MEASURE) prefill --workload 1x512,4x512 --chunks 128,64,32,16,8,auto --json $(RESULTS)/prefill-512.json
-	$(MEASURE) prefill --workload rfc --scale 0.125 --chunks 128,64,32,16 --repeats 3 --json $(RESULTS)/prefill-rfc.json
+	$(MEASURE) prefill --workload 1x512,4x512 --chunks 128,64,32,16,8,auto --repeats 3 --json $(RESULTS)/prefill-512.json
+	$(MEASURE) prefill --workload rfc --scale 0.125 --chunks 128,64,32,16 --repeats 1 --json $(RESULTS)/prefill-rfc.json
 	$(MEASURE) prefill --workload mixed-32 --scale 0.25 --max-num-seqs 4 --chunks 128,64,32,16 --repeats 3 \
 	  --json $(RESULTS)/prefill-mixed-32.json
 	$(MEASURE) prefill --workload mixed-128 --scale 0.25 --max-num-seqs 8 --chunks 128,64,32,16 --repeats 3 \
 	  --json $(RESULTS)/prefill-mixed-128.json
-	$(MEASURE) decode --json $(RESULTS)/decode.json
-	$(MEASURE) ladder --json $(RESULTS)/ladder.json
+	$(MEASURE) decode --tokens 32 --prompt-len 256 --thresholds 1,0.6,0.4 --repeats 2 --json $(RESULTS)/decode.json
+	$(MEASURE) serve --json $(RESULTS)/serve.json
+	$(MEASURE) ladder --hidden 512 --layers 4 --heads 4 --inner 1408 --steps 100 --repeats 2 --json $(RESULTS)/ladder.json
 	$(MEASURE) start --json $(RESULTS)/start.json
 	$(MEASURE) report $(RESULTS)/*.json --html build/figures.html
 	$(BIN)/python -m wavegraph.tools.figures docs/benchmarks.md $(RESULTS)
