@@ -66,9 +66,9 @@ def after_steps(engine: Engine, name: str, params: SamplingParams, steps: int) -
 def test_to_another_process(tmp_path: Path) -> None:
     """A prompt half way through its wavefront, and a request that decodes, sampled, with log-probabilities."""
     engine = build(prefix_cache=False, **OPTIONS)
-    after_steps(engine, "decoding", SAMPLED, 30)
+    after_steps(engine, "decoding", SAMPLED, 26)
     assert 3 <= len(engine._records["decoding"].token_ids) < 14
-    after_steps(engine, "copying", COPY, 25)
+    after_steps(engine, "copying", COPY, 12)
     after_steps(engine, "prompt", GREEDY, 5)
     for name in ("prompt", "decoding", "copying"):
         state = engine.export_request(name)
