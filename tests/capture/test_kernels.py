@@ -1,6 +1,5 @@
 """The kernels that an engine's programs launch: listed by running them, compiled for chips that are not here."""
 
-import importlib.util
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -16,9 +15,6 @@ from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.triton.compile import SHARED_LIMITS, compile_kernel, resources
 from wavegraph.model.ops.triton.launch import KernelSpec, load_kernels
 from wavegraph.model.ops.triton.ops import key_block
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
 
 HEAD_DIMS = (128, 64)
 TARGETS = tuple(SHARED_LIMITS)

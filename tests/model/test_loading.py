@@ -188,7 +188,6 @@ print(kilobytes("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux's /proc")
 def test_peak_memory_is_the_checkpoint_and_a_tenth(tmp_path: Path, raw_config: Raw) -> None:
     raw = raw_config(
         vocab_size=8192,

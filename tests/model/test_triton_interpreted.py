@@ -1,15 +1,11 @@
 """Runs the tests of ``interpreted/``, a file at a time, in processes in which Triton interprets its kernels."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
 
 FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
 
