@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.model.cpu_step import CANARY, NAN, Shape, Step, normal, qkv_of
+from tests.model.cpu_step import CANARY, NAN, Shape, Step, normal
 from tests.model.interpreted.launcher import make_launcher
 from tests.model.interpreted.steps import (
     Span,
@@ -14,6 +14,7 @@ from tests.model.interpreted.steps import (
     prepared,
     set_spans,
 )
+from tests.model.op_checks import check_rope_write, check_scatter_gate
 from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.triton import ops as triton_ops
 from wavegraph.model.ops.triton.ops import TritonOps
@@ -92,42 +93,11 @@ def test_norm_rounds_before_the_weight(ops: TritonOps) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (1, 1, 48), (6, 3, 128)])
 def test_rope_write(ops: TritonOps, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    step, aten = Step(shape, dtype), Step(shape, dtype)
-    rows = [(1, 0, 7), (1, 0, 8), (0, 1, 0), (2, 1, 199)]
-    angles = torch.outer(torch.arange(200.0), 10000 ** (-torch.arange(head_dim // 2) / head_dim * 2))
-    cos, sin = (table.to(dtype).repeat(1, 2) for table in (angles.cos(), angles.sin()))
-    qkv = qkv_of(shape, dtype, rows, bucket=6)
-    qkv[4:] = CANARY  # padding, which is not even stored in scratch
-    expected = qkv.clone()
-    for engine in (step, aten):
-        engine.set_rows(rows, bucket=6)
-    ops.rope_write(qkv, step.io, step.pools, cos, sin, 1, 6)
-    AtenOps().rope_write(expected, aten.io, aten.pools, cos, sin, 1, 4)
-    # The same products and sums, rounded after each: the bits are equal.
-    torch.testing.assert_close(qkv, expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(step.pools.k, aten.pools.k, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(step.pools.v, aten.pools.v, rtol=0, atol=0, equal_nan=True)
+    check_rope_write(ops, Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim), dtype)
 
 
 def test_scatter_gate(ops: TritonOps, dtype: torch.dtype) -> None:
-    shape = Shape(hidden=70)
-    step = Step(shape, dtype)
-    rows = [(1, 0, 7), (0, 1, 0), (2, 1, 199)]
-    step.set_rows(rows, bucket=5)
-    h = normal(5, shape.hidden, key=(1,), dtype=dtype)
-    h[3:] = CANARY  # padding, which is not even stored in scratch
-    weight, bias = normal(shape.hidden, key=(2,), dtype=dtype), normal(1, key=(3,), dtype=dtype)
-    ops.scatter_gate(h, step.io, step.pools, weight, bias, 5)
-    places = [(*step.place(slot, pos), depth) for slot, depth, pos in rows]
-    logits = torch.stack([step.pools.gate[place] for place in places])
-    assert_close(logits.to(dtype), h[:3].double() @ weight.double() + bias.double())
-    assert torch.equal(logits, logits.to(dtype).float())
-    assert step.pools.gate.isfinite().sum() == 3
-    expected = torch.full_like(step.pools.hidden, NAN)
-    for index, (slot, _, pos) in enumerate(rows):
-        expected[step.place(slot, pos)] = h[index]
-    torch.testing.assert_close(step.pools.hidden, expected, rtol=0, atol=0, equal_nan=True)
+    check_scatter_gate(ops, dtype)
 
 
 def test_gathers(ops: TritonOps, dtype: torch.dtype) -> None:
