@@ -19,6 +19,7 @@ REPLAYS = 20
 
 
 def main(rows: list[int]) -> None:
+    """Profile replays at each of ``rows``."""
     shape = Shape()
     executor, _ = replay._executor(shape, rows, make_runner("auto", shape.torch_dtype))
     executor.capture()
