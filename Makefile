@@ -42,7 +42,8 @@ type: $(READY) ## mypy --strict
 	rm -rf build/types
 	mkdir -p build/types/wavegraph
 	cd build/types/wavegraph && ln -s ../../../wavegraph/* $(ROOMS:%=../../../%) .
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache wavegraph
+	ln -s ../../tools build/types/tools
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache wavegraph tools
 
 mutate: $(READY) ## break the code on purpose, see that the tests notice
 	for list in $(MUTATIONS); do $(BIN)/python tests/mutations/run.py $$list --jobs $(JOBS) || exit 1; done
@@ -73,7 +74,7 @@ figures: $(READY) ## every figure of docs/benchmarks.md, measured on this machin
 	$(MEASURE) ladder --hidden 512 --layers 4 --heads 4 --inner 1408 --steps 100 --repeats 2 --json $(RESULTS)/ladder.json
 	$(MEASURE) start --json $(RESULTS)/start.json
 	$(MEASURE) report $(RESULTS)/*.json --html build/figures.html
-	$(BIN)/python -m wavegraph.tools.figures docs/benchmarks.md $(RESULTS)
+	$(BIN)/python -m tools.figures docs/benchmarks.md $(RESULTS)
 
 gpu-check: ## on a machine with a GPU: tests and figures, in six minutes, nothing installed
 	$(PYTHON) benchmarks/gpu_check.py

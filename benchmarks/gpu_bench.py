@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wavegraph.bench.measure import Times
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.backends.cuda import CudaBackend
@@ -25,7 +24,8 @@ from wavegraph.model.config import OuroConfig
 from wavegraph.model.io import Pools, StepIO, Workspace
 from wavegraph.model.ops.base import Ops
 from wavegraph.model.weights import Model, build_model
-from wavegraph.runner import make_runner
+from wavegraph.startup.backend_choice import make_runner
+from wavegraph.study.measure import Times
 
 OURO_1_4B = {
     "model_type": "ouro", "hidden_act": "silu", "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632,

@@ -15,9 +15,9 @@ from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.device import CudaDevice
 from wavegraph.capture.static import StaticSet
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.sampling import SamplingParams
-from wavegraph.sizing import derive
+from wavegraph.startup.sizing import derive
 
 LAYERS = 4
 """Of attention alone: enough for the keys of all to be far more than the L2 holds."""

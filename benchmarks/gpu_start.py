@@ -15,7 +15,7 @@ def make(checkpoint: str, bundle: str) -> None:
     """A bundle of Ouro-1.4B's shape for the GPU that is here."""
     from benchmarks.gpu_bench import OURO_1_4B
     from wavegraph.capture.device import CudaDevice
-    from wavegraph.precompile import precompile
+    from wavegraph.startup.precompile import precompile
 
     folder = Path(checkpoint)
     folder.mkdir()
@@ -34,13 +34,13 @@ def measure(folder: str) -> dict[str, Any]:
     from wavegraph.capture.bundle import read_bundle
     from wavegraph.capture.device import CudaDevice
     from wavegraph.config import EngineConfig
-    from wavegraph.engine import Engine
-    from wavegraph.fitting import fit_to_gpu
+    from wavegraph.engine.engine import Engine
     from wavegraph.model.config import OuroConfig
-    from wavegraph.precompile import with_bundle
-    from wavegraph.runner import make_runner
     from wavegraph.sampling import SamplingParams
-    from wavegraph.sizing import derive
+    from wavegraph.startup.backend_choice import make_runner
+    from wavegraph.startup.fitting import fit_to_gpu
+    from wavegraph.startup.precompile import with_bundle
+    from wavegraph.startup.sizing import derive
 
     imported = time.perf_counter()
     bundle = read_bundle(folder)

@@ -11,9 +11,9 @@ import sys
 from torch.profiler import ProfilerActivity, profile
 
 from wavegraph.bench import replay
-from wavegraph.bench.measure import machine_facts
 from wavegraph.bench.shape import Shape
-from wavegraph.runner import make_runner
+from wavegraph.startup.backend_choice import make_runner
+from wavegraph.study.measure import machine_facts
 
 REPLAYS = 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def report_html(result: Mapping[str, Any], *, name: str, script: str, style: str, notice: str) -> str:
-    """The page of a profile's result, as `wavegraph.profile.report` makes it, for the model called ``name``.
+    """The page of a profile's result, as `wavegraph.study.profile.report` makes it, for the model called ``name``.
 
     ``script`` and ``style`` are those of uPlot, and ``notice`` its name and licence.
     """

@@ -50,7 +50,7 @@ FEATURES = "cpu_features"
 class Bundle:
     """A whole bundle. ``files`` are paths by their names in it, checked when it was read.
 
-    ``kernels`` are those of a GPU's bundle, as `wavegraph.precompile` describes them.
+    ``kernels`` are those of a GPU's bundle, as `wavegraph.startup.precompile` describes them.
     """
 
     folder: Path

@@ -21,7 +21,7 @@ from wavegraph.errors import (
 
 if TYPE_CHECKING:
     from wavegraph.config import EngineConfig
-    from wavegraph.engine import Engine
+    from wavegraph.engine.engine import Engine
     from wavegraph.llm import LLM
     from wavegraph.outputs import RequestMetrics, RequestOutput
     from wavegraph.sampling import SamplingParams
@@ -49,7 +49,7 @@ __all__ = [
 
 _LAZY = {
     "LLM": "wavegraph.llm",
-    "Engine": "wavegraph.engine",
+    "Engine": "wavegraph.engine.engine",
     "EngineConfig": "wavegraph.config",
     "RequestMetrics": "wavegraph.outputs",
     "RequestOutput": "wavegraph.outputs",

@@ -1,7 +1,7 @@
 """Every option of the engine, validated on its own. Imports no torch.
 
 What follows from the options together with a model (ladders, pools, limits) is derived in one place,
-`wavegraph.sizing.derive`.
+`wavegraph.startup.sizing.derive`.
 """
 
 from dataclasses import dataclass

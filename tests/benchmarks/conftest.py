@@ -1,8 +1,3 @@
-"""`benchmarks` is no package that is installed: it is imported from the checkout."""
+from tests.checkout import make_importable
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
+make_importable()

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.conftest import ROOT
 from tests.capture.driver import tiny_config
+from tests.checkout import ROOT
 
 from benchmarks import gpu_check, gpu_start, gpu_worker  # isort: skip
 from benchmarks.gpu_bench import OURO_1_4B, Bench, Sizes  # isort: skip
@@ -196,7 +196,7 @@ def test_the_tree_is_imported_without_an_installation(tree: Path, tmp_path: Path
 import sys
 for name in ("pydantic", "fastapi", "msgspec", "uvicorn", "uvloop", "httptools", "starlette"):
     sys.modules[name] = None
-import importlib.metadata, wavegraph.llm, wavegraph.precompile, wavegraph.cli, benchmarks.gpu_worker
+import importlib.metadata, wavegraph.llm, wavegraph.startup.precompile, wavegraph.cli, benchmarks.gpu_worker
 import benchmarks.gpu_start, tests.gpu, tests.model.interpreted.steps
 assert wavegraph.__file__.startswith(sys.argv[1]), wavegraph.__file__
 assert sys.modules["wavegraph.model.ops.aten"].__file__.startswith(sys.argv[1])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from tools.train_builtin import CONFIG
 from wavegraph.builtin import builtin_path
-from wavegraph.tools.train_builtin import CONFIG
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "tiny" / "model.safetensors"
 

@@ -8,10 +8,10 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from tools.corpus import is_held_out
+from tools.evaluation import THRESHOLDS, unigram_losses
 from wavegraph.builtin import builtin_path
 from wavegraph.model.reference import ReferenceModel, exit_steps
-from wavegraph.tools.corpus import is_held_out
-from wavegraph.tools.evaluation import THRESHOLDS, unigram_losses
 
 HELD_OUT = Path(__file__).parent / "held_out"
 MODULES = {"sched.py": "sched.txt", "secrets.py": "secrets.txt", "email/_encoded_words.py": "_encoded_words.txt"}

@@ -13,14 +13,14 @@ from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file
 
+from tools import train_builtin
+from tools.corpus import Corpus, Document, docstrings, read_modules
+from tools.evaluation import exits_at
+from tools.looped import LoopedModel, adaptive_loss, exit_distribution, expected_loss
+from tools.training import Recipe, Training, windows_of
 from wavegraph.errors import CheckpointError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.reference import ReferenceModel, exit_steps
-from wavegraph.tools import train_builtin
-from wavegraph.tools.corpus import Corpus, Document, docstrings, read_modules
-from wavegraph.tools.evaluation import exits_at
-from wavegraph.tools.looped import LoopedModel, adaptive_loss, exit_distribution, expected_loss
-from wavegraph.tools.training import Recipe, Training, windows_of
 
 CONFIG = train_builtin.CONFIG | {
     "vocab_size": 300,

@@ -9,7 +9,7 @@ import torch
 
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.buffers import Limits
-from wavegraph.capture.kernels import kernel_specs
+from wavegraph.capture.needed_kernels import kernel_specs
 from wavegraph.errors import ConfigError, EngineError
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.triton.compile import SHARED_LIMITS, compile_kernel, resources

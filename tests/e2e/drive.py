@@ -9,11 +9,11 @@ import numpy as np
 
 from wavegraph.buckets.cost import CostModel, ProgramCost
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
-from wavegraph.llm import build_engine
+from wavegraph.engine.engine import Engine
 from wavegraph.model.reference import ReferenceModel
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
+from wavegraph.startup.build import build_engine
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from wavegraph.config import EngineConfig
-from wavegraph.llm import build_engine
 from wavegraph.model.reference import Forward, ReferenceModel
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import StepPlan
+from wavegraph.startup.build import build_engine
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CHECKPOINTS = ("tiny", "tiny_gqa", "tiny_hd32", "tiny_sharded")

@@ -16,18 +16,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import wavegraph.engine
+import wavegraph.engine.engine
 from tests.e2e.drive import COST, GOLDENS, check_drained
 from tests.e2e.fake_executor import VOCAB, FakeExecutor, expected, mix, score_of
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
+from wavegraph.engine.handover import RequestState
 from wavegraph.errors import EngineError, RequestError
-from wavegraph.handover import RequestState
 from wavegraph.model.config import OuroConfig
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import RequestSpec
-from wavegraph.sizing import derive
+from wavegraph.startup.sizing import derive
 
 MODEL = OuroConfig.from_file(GOLDENS / "tiny")
 MAX_LEN = 24
@@ -296,8 +296,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def run_machine(examples: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wavegraph.engine, "Executor", FakeExecutor)
-    monkeypatch.setattr(wavegraph.engine, "check_new_weights", lambda *_: None)  # its weights are a number
+    monkeypatch.setattr(wavegraph.engine.engine, "Executor", FakeExecutor)
+    monkeypatch.setattr(wavegraph.engine.engine, "check_new_weights", lambda *_: None)  # its weights are a number
     profile = settings(
         max_examples=examples,
         stateful_step_count=steps,

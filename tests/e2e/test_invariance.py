@@ -13,11 +13,11 @@ from tokenizers import decoders, models
 
 from tests.e2e.drive import build, check_drained
 from tests.e2e.harness import reference
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.model.reference_sampling import Settings, draw
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
-from wavegraph.tokenizer import Tokenizer
+from wavegraph.text.tokenizer import Tokenizer
 
 COUNT = 50
 MAX_LEN = 48

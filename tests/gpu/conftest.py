@@ -2,7 +2,7 @@
 
 import pytest
 
-from wavegraph.runner import cuda_missing
+from wavegraph.startup.backend_choice import cuda_missing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

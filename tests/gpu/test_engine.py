@@ -10,8 +10,8 @@ from tests.e2e.harness import golden, near_ties
 from wavegraph.capture.device import CudaDevice
 from wavegraph.config import EngineConfig
 from wavegraph.llm import LLM
-from wavegraph.precompile import precompile
 from wavegraph.sampling import SamplingParams
+from wavegraph.startup.precompile import precompile
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CHECKPOINTS = ("tiny", "tiny_gqa", "tiny_hd32")

@@ -11,9 +11,9 @@ import pytest
 
 from wavegraph.cli import main
 from wavegraph.config import EngineConfig
+from wavegraph.engine.stats import EngineStats
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
-from wavegraph.stats import EngineStats
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

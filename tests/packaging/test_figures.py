@@ -4,10 +4,10 @@ import json
 import re
 from pathlib import Path
 
+from tools.figures import MISSING, fill
 from wavegraph.scheduler.config import SchedulerConfig
-from wavegraph.simulate import SimulationResult, simulate
-from wavegraph.tools.figures import MISSING, fill
-from wavegraph.workload import find_workload
+from wavegraph.study.simulate import SimulationResult, simulate
+from wavegraph.study.workload import find_workload
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"

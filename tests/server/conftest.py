@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.harness import CONFIG, Served, Stream, serving
 from wavegraph.builtin import builtin_path
-from wavegraph.llm import build_engine
+from wavegraph.startup.build import build_engine
 
 
 @pytest.fixture(scope="package")

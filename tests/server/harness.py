@@ -16,13 +16,13 @@ import uvicorn
 
 from wavegraph.builtin import builtin_path
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
-from wavegraph.llm import build_engine
+from wavegraph.engine.engine import Engine
 from wavegraph.sampling import SamplingParams
 from wavegraph.server.app import create_app
 from wavegraph.server.async_engine import AsyncEngine
 from wavegraph.server.serve import bind, uvicorn_config
 from wavegraph.server.settings import Settings
+from wavegraph.startup.build import build_engine
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from tests.server.harness import SETTINGS, Served, serving
 from wavegraph.builtin import builtin_path
 from wavegraph.config import EngineConfig
 from wavegraph.model.reference import ReferenceModel
-from wavegraph.tokenizer import Tokenizer
+from wavegraph.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

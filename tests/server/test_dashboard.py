@@ -14,13 +14,13 @@ import pytest
 
 from tests.e2e.drive import GOLDENS, build, generate
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.errors import EngineError
-from wavegraph.llm import build_engine
 from wavegraph.sampling import SamplingParams
 from wavegraph.server import dashboard
 from wavegraph.server.async_engine import AsyncEngine
 from wavegraph.server.dashboard import Feed, StepRing, dashboard_page, stats_point
+from wavegraph.startup.build import build_engine
 
 CONFIG = EngineConfig(max_model_len=64, max_num_batched_tokens=32, max_num_seqs=4, page_size=4, num_pages=40)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -11,9 +11,9 @@ import pytest
 from tests.capture.faults import inject
 from tests.server.harness import COMPLETION, CONFIG, JSON, LONG, Served, Stream, serving, wait_until
 from wavegraph.builtin import builtin_path
-from wavegraph.engine import Engine
-from wavegraph.llm import build_engine
+from wavegraph.engine.engine import Engine
 from wavegraph.sampling import SamplingParams
+from wavegraph.startup.build import build_engine
 
 
 def test_a_step_that_cannot_be_launched_fails_its_requests_alone(server: Served, streams: list[Stream]) -> None:

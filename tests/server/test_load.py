@@ -19,7 +19,7 @@ import pytest
 from tests.server.harness import SETTINGS, Served, serving
 from wavegraph.builtin import builtin_path
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.llm import LLM
 from wavegraph.sampling import SamplingParams
 from wavegraph.server import guard

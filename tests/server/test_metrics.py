@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.drive import build, run
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import PaddingReason
 from wavegraph.server.metrics import Metrics

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.server.harness import COMPLETION, CONFIG, JSON, LONG, SETTINGS, Served, Stream, serving, wait_until
-from wavegraph.engine import Engine
-from wavegraph.tokenizer import Tokenizer
+from wavegraph.engine.engine import Engine
+from wavegraph.text.tokenizer import Tokenizer
 
 # -- ids and keys ------------------------------------------------------------------------------------------
 

@@ -154,18 +154,18 @@ def test_a_signal_while_it_starts(number: int, code: int) -> None:
 
 
 FAILING = """
-import wavegraph.llm
+import wavegraph.startup.build
 from tests.capture.faults import inject
 from wavegraph.cli import main
 
-real = wavegraph.llm.build_engine
+real = wavegraph.startup.build.build_engine
 
 def build(*arguments, **options):
     engine = real(*arguments, **options)
     inject(engine.executor, after={60})
     return engine
 
-wavegraph.llm.build_engine = build
+wavegraph.startup.build.build_engine = build
 main()
 """
 

@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.harness import CONFIG, SETTINGS, Served, serving, wait_until
 from wavegraph.builtin import builtin_path
-from wavegraph.engine import Engine
-from wavegraph.llm import build_engine
+from wavegraph.engine.engine import Engine
 from wavegraph.server import dashboard
 from wavegraph.server.settings import Settings
+from wavegraph.startup.build import build_engine
 
 
 def metric(server: Served, name: str, **labels: str) -> float:

@@ -68,7 +68,7 @@ def test_a_target_needs_a_measured_cost_model_before_any_weight_is_read(
         with LLM(builtin_path(), config, backend="eager", cost=cost) as llm:
             assert llm.engine.scheduler.cost == COST
             assert len(llm.generate([WAVES, [1]], PARAMS)) == 2
-    monkeypatch.setattr("wavegraph.llm.load_model", None)
+    monkeypatch.setattr("wavegraph.startup.build.load_model", None)
     for unmeasured in (None, CostModel.assumed(16)):
         with pytest.raises(ConfigError, match="target_itl_ms: needs measured costs"):
             LLM(builtin_path(), config, cost=unmeasured)
@@ -221,7 +221,7 @@ def test_what_cannot_be_built_is_named(arguments: dict[str, Any], error: type[Ex
 
 
 def test_sizes_are_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wavegraph.llm.load_model", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr("wavegraph.startup.build.load_model", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(ConfigError, match="the tables of requests"):
         LLM(GOLDENS / "tiny", EngineConfig(max_num_seqs=10**9))
 
@@ -240,7 +240,7 @@ def test_memory_that_is_not_given_is_a_matter_of_options(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("wavegraph.llm.Engine", fail)
+    monkeypatch.setattr("wavegraph.startup.build.Engine", fail)
     with pytest.raises(expected, match=named):
         LLM(GOLDENS / "tiny", CONFIG)
 

@@ -10,7 +10,7 @@ from wavegraph.buckets.fit import BucketMeasure, ReplayTime, fit_cost
 from wavegraph.buckets.profile import points_of
 from wavegraph.buckets.samples import Point
 from wavegraph.capture.ladder import CapturedLadder
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.model.sampling import Action
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.packing import attended
@@ -22,8 +22,8 @@ class CostMeter:
     """Replays of an idle asynchronous engine, whose tables are written over and come right with its next requests.
 
     A bucket's rows are spans of ``span_rows`` rows, or longer where there are more of them than the depths of as many
-    requests as may run; they end at a quarter of the longest context, and at all of it. (In `wavegraph.profile` each
-    span has a request of its own, of which there may be too few here.)
+    requests as may run; they end at a quarter of the longest context, and at all of it. (In `wavegraph.study.profile`
+    each span has a request of its own, of which there may be too few here.)
     """
 
     def __init__(self, engine: Engine, span_rows: int) -> None:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
 
-from wavegraph.bench.measure import Times
-from wavegraph.bench.rig import Rig, Watch
 from wavegraph.bench.shape import Shape
+from wavegraph.bench.shared_engine import SharedEngine, Watch
 from wavegraph.errors import ConfigError
-from wavegraph.latency import Percentiles
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.config import SchedulerConfig
-from wavegraph.workload import Workload
+from wavegraph.study.latency import Percentiles
+from wavegraph.study.measure import Times
+from wavegraph.study.workload import Workload
 
 Progress = Callable[[int, int], None]
 """Called with the runs done, and in all."""
@@ -78,8 +78,10 @@ def bench_decode(
         if getattr(work, name) < least:
             raise ConfigError(f"{name}: must be at least {least}, got {getattr(work, name)}")
     longest = max(PROMPT + work.tokens, work.prompt_len + 1)
-    rig = Rig(shape, depths, longest, budget, work.requests + work.prompts, backend, span_rows=1)
-    configs = [rig.variant(prefill_chunk_size=chunk, packing=packing, **(options or {})) for options in LOADS.values()]
+    shared = SharedEngine(shape, depths, longest, budget, work.requests + work.prompts, backend, span_rows=1)
+    configs = [
+        shared.variant(prefill_chunk_size=chunk, packing=packing, **(options or {})) for options in LOADS.values()
+    ]
     loads = [
         (config, SamplingParams(), 0 if options is None else work.prompts)
         for config, options in zip(configs, LOADS.values(), strict=True)
@@ -89,40 +91,42 @@ def bench_decode(
     total, done = (repeats + 1) * len(loads + leaving), count(1)
     rounds: list[list[_Window]] = []
     for _ in range(repeats + 1):
-        rig.measure_cost()
+        shared.measure_cost()
         rounds.append([])
         for config, params, prompts in (*loads, *leaving):
-            rounds[-1].append(_decode(rig, config, work, params, prompts))
+            rounds[-1].append(_decode(shared, config, work, params, prompts))
             if progress is not None:
                 progress(next(done), total)
     columns = list(zip(*rounds[1:], strict=True))
     alone = Times.of([window.whole_seconds * 1e3 for window in columns[0]])
     workload = Workload.at_once("decode", [PROMPT] * work.requests, work.tokens)
-    rig.close()
+    shared.close()
     return {
-        **rig.facts(),
+        **shared.facts(),
         "benchmark": "decode",
         **{name: getattr(work, name) for name in ("requests", "tokens", "prompts", "prompt_len")},
         "chunk": chunk,
         "packing": packing,
-        "alone": {"ms": alone.to_dict(), **rig.predict(configs[0], workload, alone.median)},
+        "alone": {"ms": alone.to_dict(), **shared.predict(configs[0], workload, alone.median)},
         "loads": [_load(name, column) for name, column in zip(LOADS, columns, strict=False)],
         "exits": [_exit(work, *each, column) for each, column in zip(exits, columns[len(loads) :], strict=True)],
     }
 
 
-def _decode(rig: Rig, config: SchedulerConfig, work: Decode, params: SamplingParams, prompts: int) -> _Window:
-    rig.use(config)
-    engine, watch = rig.engine, Watch(rig.engine)
+def _decode(
+    shared: SharedEngine, config: SchedulerConfig, work: Decode, params: SamplingParams, prompts: int
+) -> _Window:
+    shared.use(config)
+    engine, watch = shared.engine, Watch(shared.engine)
     decoding = [f"decode {index}" for index in range(work.requests)]
-    for name, prompt in zip(decoding, rig.prompts([PROMPT] * work.requests), strict=True):
+    for name, prompt in zip(decoding, shared.prompts([PROMPT] * work.requests), strict=True):
         watch.add(name, prompt, work.tokens, params)
     while not all(watch.timelines[name].tokens for name in decoding):
         watch.step()
     began, before = watch.seconds, watch.result()
     prompt_rows = engine.scheduler.stats.prompt_rows
     coming = (f"prompt {index}" for index in count())
-    (long,) = rig.prompts([work.prompt_len])
+    (long,) = shared.prompts([work.prompt_len])
     live = [next(coming) for _ in range(prompts)]
     for name in live:
         watch.add(name, long, 1)
@@ -142,7 +146,7 @@ def _decode(rig: Rig, config: SchedulerConfig, work: Decode, params: SamplingPar
         whole_seconds=after.seconds,
         steps=after.steps - before.steps,
         output_tokens=sum(map(len, times)),
-        prompt_tokens=(engine.scheduler.stats.prompt_rows - prompt_rows) / rig.depths,
+        prompt_tokens=(engine.scheduler.stats.prompt_rows - prompt_rows) / shared.depths,
         gaps=[later - earlier for each in times for earlier, later in pairwise(each)],
         loops=sum(exits) / len(exits),
     )

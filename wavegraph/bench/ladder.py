@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from wavegraph.bench.measure import Times, machine_facts, milliseconds
 from wavegraph.bench.shape import Shape
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.buckets.optimise import padding, predicted_seconds
@@ -18,13 +17,14 @@ from wavegraph.buckets.rules import RULES
 from wavegraph.buckets.samples import Point, Samples
 from wavegraph.capture.backends.registry import create_backend
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine, Progress
+from wavegraph.engine.engine import Engine, Progress
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.weights import Model, model_from_tensors
-from wavegraph.probe import EngineProbe
-from wavegraph.profile import Budget, Subject
-from wavegraph.runner import Runner
-from wavegraph.workload import Workload
+from wavegraph.startup.backend_choice import Runner
+from wavegraph.study.bucket_probe import BucketProbe
+from wavegraph.study.measure import Times, machine_facts, milliseconds
+from wavegraph.study.profile import Budget, Subject
+from wavegraph.study.workload import Workload
 
 
 def bench_ladder(
@@ -109,7 +109,7 @@ def _run(
     union = tuple(sorted({size for ladder in ladders.values() for size in ladder.sizes}))
     backend = create_backend(subject.runner.backend.name)
     engine = Engine(subject.load(None), replace(subject, candidates=union).sizes(), backend=backend)
-    probe, core, order = EngineProbe(engine, [context]), engine.executor.core, Random(0)
+    probe, core, order = BucketProbe(engine, [context]), engine.executor.core, Random(0)
     rounds: list[dict[str, float]] = []
     for _ in range(repeats + 1):
         totals, attended = dict.fromkeys(ladders, 0.0), 0

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wavegraph.bench.measure import Times
-from wavegraph.bench.rig import Rig, Run
 from wavegraph.bench.shape import Shape
+from wavegraph.bench.shared_engine import Run, SharedEngine
 from wavegraph.errors import EngineError
-from wavegraph.workload import Workload
+from wavegraph.study.measure import Times
+from wavegraph.study.workload import Workload
 
 Progress = Callable[[int, int], None]
 """Called with the runs done, and in all."""
@@ -39,10 +39,10 @@ def bench_prefill(
     workloads = [Workload.at_once(each.name, [r.prompt_tokens for r in each.requests]) for each in workloads]
     longest = max(workload.longest for workload in workloads)
     running = min(seqs, max(len(each.requests) for each in workloads))
-    rig = Rig(shape, depths, longest, budget, running, backend, span_rows=SPAN_ROWS)
+    shared = SharedEngine(shape, depths, longest, budget, running, backend, span_rows=SPAN_ROWS)
     variants = [(chunk, wavefront) for chunk in chunks for wavefront in (False, True)]
     configs = [
-        rig.variant(prefill_chunk_size=chunk, packing=packing, wavefront=wavefront) for chunk, wavefront in variants
+        shared.variant(prefill_chunk_size=chunk, packing=packing, wavefront=wavefront) for chunk, wavefront in variants
     ]
     total = len(workloads) * len(variants) * (repeats + 1)
     done = 0
@@ -50,21 +50,21 @@ def bench_prefill(
     for workload in workloads:
         rounds: list[list[Run]] = []
         for _ in range(repeats + 1):
-            rig.measure_cost()
+            shared.measure_cost()
             rounds.append([])
             for config in configs:
-                rounds[-1].append(rig.run(config, workload))
+                rounds[-1].append(shared.run(config, workload))
                 done += 1
                 if progress is not None:
                     progress(done, total)
-        if rig.bit_invariant:
+        if shared.bit_invariant:
             _check_tokens(workload, rounds[0])
         table = _table(workload, variants, rounds[1:])
         for config, row in zip(configs, table["variants"], strict=True):
-            row |= rig.predict(config, workload, row["ms"]["median"])
+            row |= shared.predict(config, workload, row["ms"]["median"])
         tables.append(table)
-    rig.close()
-    return {**rig.facts(), "benchmark": "prefill", "packing": packing, "workloads": tables}
+    shared.close()
+    return {**shared.facts(), "benchmark": "prefill", "packing": packing, "workloads": tables}
 
 
 def _check_tokens(workload: Workload, runs: Sequence[Run]) -> None:

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from wavegraph.bench.eager import EagerCore
-from wavegraph.bench.measure import interleaved, machine_facts, matrix_rate, read_rate
 from wavegraph.bench.shape import Shape
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.buffers import Limits
 from wavegraph.capture.executor import Executor
 from wavegraph.errors import ConfigError
 from wavegraph.model.weights import RopeTables, model_from_tensors
-from wavegraph.runner import Runner, make_runner
+from wavegraph.startup.backend_choice import Runner, make_runner
+from wavegraph.study.measure import interleaved, machine_facts, matrix_rate, read_rate
 
 
 def bench_replay(shape: Shape, rows: Sequence[int], repeats: int, backend: str) -> dict[str, Any]:

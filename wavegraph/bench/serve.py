@@ -22,7 +22,6 @@ from urllib.request import urlopen
 
 from safetensors.torch import save_file
 
-from wavegraph.bench.measure import WARM_UPS, Times, machine_facts
 from wavegraph.bench.shape import Shape
 from wavegraph.bench.sse import DONE, stream
 from wavegraph.builtin import builtin_path
@@ -31,6 +30,7 @@ from wavegraph.errors import EngineError
 from wavegraph.llm import LLM
 from wavegraph.model.config import OuroConfig
 from wavegraph.sampling import SamplingParams
+from wavegraph.study.measure import WARM_UPS, Times, machine_facts
 
 HOST = "127.0.0.1"
 MODEL = "bench"

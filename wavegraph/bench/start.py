@@ -9,9 +9,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from wavegraph.bench.measure import Times, machine_facts
 from wavegraph.errors import EngineError
-from wavegraph.precompile import precompile
+from wavegraph.startup.precompile import precompile
+from wavegraph.study.measure import Times, machine_facts
 
 CASES = ("empty cache", "build in cache", "bundle")
 

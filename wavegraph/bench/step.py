@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from wavegraph.bench.measure import Times, machine_facts
 from wavegraph.bench.shape import Shape
 from wavegraph.capture.backends.base import Backend, Program, Recording
 from wavegraph.capture.static import StaticSet
 from wavegraph.config import EngineConfig
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.weights import model_from_tensors
 from wavegraph.sampling import SamplingParams
 from wavegraph.scheduler.plan import StepPlan
-from wavegraph.sizing import derive
+from wavegraph.startup.sizing import derive
+from wavegraph.study.measure import Times, machine_facts
 
 SHAPE = Shape(hidden=16, layers=24, heads=1, head_dim=16, inner=16, vocab=256, dtype="float32")
 """Small pools, but as many tensors as Ouro-1.4B: each step looks whether they are in their places."""

@@ -1,7 +1,7 @@
 """The built-in model: a small trained Ouro and its tokenizer, for use with no download.
 
 What it is, what it was trained on and how well it does is in ``model/MODEL_CARD.md``; it is made by
-`wavegraph.tools.train_builtin`.
+`tools.train_builtin`.
 """
 
 from pathlib import Path

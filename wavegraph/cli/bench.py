@@ -11,7 +11,7 @@ from wavegraph.cli.bench_tables import common_options, end, make_shape, shape_op
 from wavegraph.cli.common import complete_model, examples, integers, json_output
 from wavegraph.cli.engine import Bars, import_engine, model_path
 from wavegraph.config import EngineConfig
-from wavegraph.workload import find_workload
+from wavegraph.study.workload import find_workload
 
 
 @click.group("bench")
@@ -156,7 +156,7 @@ def ladder_command(
     """Other engines' default ladders against one optimised for a workload, on the same steps."""
     import_engine()
     from wavegraph.bench.ladder import bench_ladder
-    from wavegraph.profile import Budget
+    from wavegraph.study.profile import Budget
 
     config = EngineConfig(max_num_batched_tokens=max_batched_tokens, page_size=sizes["page_size"])
     with Bars().show("Measuring") as on_measure:

@@ -8,7 +8,7 @@ import click
 from wavegraph.cli.bench_tables import common_options, end, make_shape, shape_options, show, times
 from wavegraph.cli.common import Command, chunk_size, examples, numbers
 from wavegraph.cli.engine import Bars, import_engine
-from wavegraph.workload import find_workload
+from wavegraph.study.workload import find_workload
 
 
 def _engine_options(command: Command) -> Command:

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from wavegraph.cli.common import complete_model, emit, examples, json_output, to_json, write_json
+from wavegraph.cli.demo_exits import check_exits, describe, measure_exits, sentence
 from wavegraph.cli.engine import Bars, engine_options, import_engine, load, model_path, take_options
-from wavegraph.cli.exits import check_exits, describe, measure_exits, sentence
 from wavegraph.errors import EngineError, InputError
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
@@ -112,7 +112,7 @@ def demo_command(model: str, text: str, max_tokens: int, repeats: int, json_path
 
 
 def _count_tokens(folder: Path, text: str) -> int:
-    from wavegraph.tokenizer import Tokenizer
+    from wavegraph.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder)
     if tokenizer is None:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from wavegraph.cli.common import Command, chunk_size, integers
 from wavegraph.config import DEFAULT_BATCHED_TOKENS, DEFAULT_MODEL_LEN, EngineConfig
-from wavegraph.interrupts import interrupts_held
+from wavegraph.engine.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from wavegraph.llm import LLM

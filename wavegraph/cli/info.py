@@ -42,7 +42,7 @@ def info_command(model: str | None, json_path: Path | None, **given: Any) -> Non
 def _checked(arguments: dict[str, str]) -> tuple[str, str]:
     """Names of backend and dtype. Raises `ConfigError` if one is none."""
     from wavegraph.model.loading import check_dtype
-    from wavegraph.runner import AUTO, check_backend
+    from wavegraph.startup.backend_choice import AUTO, check_backend
 
     backend, dtype = arguments.get("backend", AUTO), arguments.get("dtype", "auto")
     check_backend(backend)
@@ -58,7 +58,7 @@ def _device() -> dict[str, Any]:
     import torch
 
     from wavegraph.capture.backends.registry import backend_names
-    from wavegraph.runner import AUTO, choose_backend, cuda_missing
+    from wavegraph.startup.backend_choice import AUTO, choose_backend, cuda_missing
 
     chosen, reason = choose_backend(AUTO, torch.float32)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
@@ -79,8 +79,8 @@ def _model(model: str, config: EngineConfig, dtype: str, backend: str) -> tuple[
     from wavegraph.model.config import OuroConfig
     from wavegraph.model.loading import checkpoint_dtype, resolve_checkpoint
     from wavegraph.model.weights import tensor_shapes
-    from wavegraph.runner import choose_backend
-    from wavegraph.sizing import derive
+    from wavegraph.startup.backend_choice import choose_backend
+    from wavegraph.startup.sizing import derive
 
     folder = resolve_checkpoint(model_path(model))
     shape = OuroConfig.from_file(folder)

@@ -53,7 +53,7 @@ def precompile_command(
     """
     import_engine()
     from wavegraph.capture.bundle import add_cost
-    from wavegraph.precompile import precompile, read_profile
+    from wavegraph.startup.precompile import precompile, read_profile
 
     cost, profiled = read_profile(profile_path) if profile_path is not None else (None, None)
     on_build = Bars().note("Compiling operators (once)")

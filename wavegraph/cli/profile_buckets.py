@@ -11,11 +11,11 @@ from wavegraph.cli.common import complete_model, emit, examples, integers, json_
 from wavegraph.cli.engine import Bars, import_engine, model_path
 from wavegraph.config import DEFAULT_BATCHED_TOKENS, EngineConfig
 from wavegraph.errors import OutputError
-from wavegraph.workload import NAMED, find_workload
+from wavegraph.study.workload import NAMED, find_workload
 
 if TYPE_CHECKING:
     from wavegraph.buckets.profile import Profile
-    from wavegraph.profile import Subject
+    from wavegraph.study.profile import Subject
 
 SAMPLES, PROFILE, PAGE = "samples.jsonl", "profile.json", "report.html"
 
@@ -84,8 +84,8 @@ def profile_buckets_command(
     """
     import_engine()
     from wavegraph.capture.bundle import add_cost
-    from wavegraph.precompile import precompile
-    from wavegraph.profile import Budget, report
+    from wavegraph.startup.precompile import precompile
+    from wavegraph.study.profile import Budget, report
 
     workload = find_workload(workload_name)
     bars = Bars()
@@ -114,7 +114,7 @@ def profile_buckets_command(
 
 
 def _subject(model: str, bars: Bars, given: dict[str, Any]) -> "Subject":
-    from wavegraph.profile import Subject
+    from wavegraph.study.profile import Subject
 
     options = {"max_num_batched_tokens": given["max_batched_tokens"], "max_num_seqs": given["max_num_seqs"]}
     options |= {"page_size": given["page_size"], "threads": given["threads"]}

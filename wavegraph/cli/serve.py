@@ -73,10 +73,10 @@ def serve_command(
     import_engine()
     from functools import partial
 
-    from wavegraph.llm import build_engine
     from wavegraph.server.logs import set_up_logging
     from wavegraph.server.serve import bind, serve
     from wavegraph.server.settings import Settings
+    from wavegraph.startup.build import build_engine
 
     settings = Settings(
         model_name=name if name is not None else _name_of(model),

@@ -12,8 +12,8 @@ from wavegraph.buckets.ladder import Ladder
 from wavegraph.cli.common import chunk_size, emit, examples, json_output, write_json
 from wavegraph.cli.engine import Bars
 from wavegraph.scheduler.scheduler import SchedulerConfig
-from wavegraph.simulate import SimulationResult, simulate
-from wavegraph.workload import Workload, find_workload
+from wavegraph.study.simulate import SimulationResult, simulate
+from wavegraph.study.workload import Workload, find_workload
 
 MAX_TOTAL = 1 << 26
 """Most tokens of all requests together: what one process can hold and a simulation can get through."""

@@ -27,7 +27,7 @@ from wavegraph.server.responses import (
     PromptDetails,
     Usage,
 )
-from wavegraph.tokenizer import Tokenizer
+from wavegraph.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from wavegraph.engine import Engine, Progress
+from wavegraph.engine.engine import Engine, Progress
 from wavegraph.errors import EngineError, WavegraphError
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
@@ -27,7 +27,7 @@ CLOSED = "the engine is shutting down and takes no more requests; ask another"
 
 
 class Build(Protocol):
-    """Makes the engine, on the engine thread; `wavegraph.llm.build_engine` with its first arguments given."""
+    """Makes the engine, on the engine thread; `wavegraph.startup.build.build_engine` with its first arguments given."""
 
     def __call__(self, *, on_build: Progress, on_load: Progress, on_capture: Progress) -> Engine:
         """Make it, reporting progress."""

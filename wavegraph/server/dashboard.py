@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
+from wavegraph.engine.histograms import Histogram
+from wavegraph.engine.stats import EngineStats
 from wavegraph.errors import EngineError
-from wavegraph.histograms import Histogram
 from wavegraph.scheduler.plan import Kind, StepPlan
 from wavegraph.server.async_engine import AsyncEngine
 from wavegraph.static import UPLOT_NOTICE, read_static
-from wavegraph.stats import EngineStats
 
 RING = 16
 """Steps of a tick that are shown: the latest. A fast engine makes more than an eye can follow."""

@@ -11,9 +11,8 @@ from msgspec import Struct
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from wavegraph.chat import Message
-from wavegraph.door import checked_ids
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
+from wavegraph.engine.inputs import checked_ids
 from wavegraph.errors import EngineError, RequestError
 from wavegraph.llm import with_turn_end
 from wavegraph.sampling import SamplingParams
@@ -33,7 +32,8 @@ from wavegraph.server.requests import (
 from wavegraph.server.responses import ModelCard, ModelList, Text, Tokens
 from wavegraph.server.settings import Settings
 from wavegraph.server.stream import EventStream, events
-from wavegraph.tokenizer import Tokenizer
+from wavegraph.text.chat import Message
+from wavegraph.text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")

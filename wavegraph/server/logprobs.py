@@ -11,7 +11,7 @@ from wavegraph.server.responses import (
     PromptLogprobs,
     TopLogprob,
 )
-from wavegraph.tokenizer import Tokenizer
+from wavegraph.text.tokenizer import Tokenizer
 
 
 class TokenNames:

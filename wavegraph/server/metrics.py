@@ -13,9 +13,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from wavegraph.histograms import Histogram
+from wavegraph.engine.histograms import Histogram
+from wavegraph.engine.stats import EngineStats
 from wavegraph.scheduler.plan import PaddingReason
-from wavegraph.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of what `Metrics.render` returns."""

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from wavegraph.chat import check_messages
 from wavegraph.errors import RequestError
 from wavegraph.model.sampling import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from wavegraph.sampling import MAX_N, MAX_STOP_STRINGS, SamplingParams
 from wavegraph.server.errors import ApiError
+from wavegraph.text.chat import check_messages
 
 Body = TypeVar("Body", bound=BaseModel)
 

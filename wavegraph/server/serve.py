@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.errors import ConfigError
 from wavegraph.server.app import create_app
 from wavegraph.server.async_engine import AsyncEngine, Build

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.responses import Response
 
-from wavegraph.engine import Engine
+from wavegraph.engine.engine import Engine
 from wavegraph.errors import EngineError
 from wavegraph.server.async_engine import AsyncEngine
 from wavegraph.server.dashboard import CONTENT_SECURITY_POLICY, Feed, dashboard_page

@@ -1,1 +1,0 @@
-"""Commands for those who maintain Wavegraph; the library uses none of them."""
