@@ -1,5 +1,6 @@
 """What the README and the pages beside it say is so."""
 
+import ast
 import dataclasses
 import importlib.util
 import re
@@ -80,6 +81,39 @@ def test_modules_that_are_named_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"\bfrom (wavegraph[\w.]*) import", page.read_text()):
             assert importlib.util.find_spec(name) is not None, f"{page.name}: {name}"
+
+
+def defined(path: Path) -> set[str]:
+    """Classes and functions of a module, methods as ``Class.method``."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {node.name} | {
+                f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)
+            }
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+    return names
+
+
+def test_the_stops_of_the_tour_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    stops = re.findall(r"^\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|", page, re.MULTILINE)
+    assert len(stops) == 10
+    assert [(path, name) for path, name in stops if name not in defined(ROOT / path)] == []
+
+
+def test_the_words_stand_where_the_glossary_says() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    places = re.findall(r"((?:`\w+`(?:, | and )?)+) in `([\w/]+\.py)`", page[: page.index("## Rooms")])
+    assert len(places) >= 18
+    missing = [
+        (path, name)
+        for names, path in places
+        for name in re.findall(r"\w+", names.replace(" and ", " "))
+        if name not in defined(ROOT / path)
+    ]
+    assert missing == []
 
 
 def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,20 +1,32 @@
-"""Which room may import which, read from the sources, and what an import may bring in."""
+"""Imports, read from the sources, are those that tools/rooms.py allows; what an import may bring in."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.checkout import ROOT
+from tools.rooms import ROOMS, Room, arrows, fill
 
-ALLOWED = {
-    "model": {"errors", "model"},
-    "buckets": {"errors", "buckets"},
-    "scheduler": {"errors", "scheduler", "buckets"},
-    "capture": {"errors", "capture", "model", "buckets"},
-}
+PACKAGED = ("buckets", "capture", "model", "scheduler", "wavegraph")
+
+
+def files_of(room: Room) -> list[Path]:
+    places = [ROOT / place for place in room.places]
+    return sorted(path for place in places for path in (place.rglob("*.py") if place.is_dir() else [place]))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "wavegraph" else ("wavegraph", *parts))
+
+
+ROOM_OF = {module_name(path): room.name for room in ROOMS for path in files_of(room)}
 
 
 def imported(path: Path) -> set[str]:
@@ -26,22 +38,57 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            names |= {f"wavegraph.{alias.name}" for alias in node.names} if module == "wavegraph" else {module}
+            inner = {f"{module}.{alias.name}" for alias in node.names} & ROOM_OF.keys()
+            names |= inner or {module}
     return names
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_rooms_import_only_what_they_may(room: str) -> None:
-    files = sorted((ROOT / room).rglob("*.py"))
-    assert files
-    for path in files:
-        ours = {name.split(".")[1] for name in imported(path) if name.startswith("wavegraph.")}
-        assert ours <= ALLOWED[room], f"{path.relative_to(ROOT)} imports {sorted(ours - ALLOWED[room])}"
+def ours(path: Path) -> set[str]:
+    return {name for name in imported(path) if name.split(".")[0] == "wavegraph"}
 
 
-@pytest.mark.parametrize("room", ["buckets", "scheduler"])
-def test_rooms_without_torch_never_name_it(room: str) -> None:
-    for path in (ROOT / room).rglob("*.py"):
+def test_every_source_file_has_one_room() -> None:
+    found = [path for place in PACKAGED for path in (ROOT / place).rglob("*.py")]
+    listed = [path for room in ROOMS for path in files_of(room)]
+    assert sorted(found) == sorted(listed)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_rooms_import_what_they_may_and_nothing_else(room: Room) -> None:
+    used: dict[str, str] = defaultdict(str)
+    for path in files_of(room):
+        for name in ours(path):
+            used[ROOM_OF[name]] = f"{path.relative_to(ROOT)} imports {name}"
+    assert {name: why for name, why in used.items() if name not in {room.name, "errors", *room.imports}} == {}
+    assert room.imports - used.keys() == set(), "may be imported by the data, but is not: take it out"
+
+
+def test_rooms_are_listed_from_the_ground_up() -> None:
+    below: set[str] = set()
+    for room in ROOMS:
+        assert room.imports <= below, room.name
+        below.add(room.name)
+
+
+def test_no_module_is_part_of_an_import_circle() -> None:
+    graph = {module_name(path): ours(path) - {"wavegraph"} for room in ROOMS for path in files_of(room)}
+    graph.pop("wavegraph")  # its names are imported at first use
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_arrows_leave_out_what_follows() -> None:
+    a, b, c = Room("a", (), ""), Room("b", (), "", frozenset("a")), Room("c", (), "", frozenset("ab"))
+    assert arrows([a, b, c]) == [("b", "a"), ("c", "b")]
+
+
+def test_the_page_draws_the_rooms() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert fill(page) == page, "python -m tools.rooms docs/architecture.md"
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if not room.torch], ids=lambda room: room.name)
+def test_rooms_without_torch_never_name_it(room: Room) -> None:
+    for path in files_of(room):
         assert not {name for name in imported(path) if name.split(".")[0] == "torch"}, path
 
 
