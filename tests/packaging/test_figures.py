@@ -40,6 +40,13 @@ def test_the_counts_are_those_of_the_scheduler() -> None:
         assert figures == [text for each in results for text in (f"{each.rows_per_step:.2f}", str(each.steps))]
 
 
+def test_the_readme_counts_as_the_scheduler_does() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for words, wavefront in (("loop after loop", False), ("as a wavefront", True)):
+        result = counted("rfc", 16, wavefront)
+        assert f"| {words} | {result.steps:,} | {result.rows_per_step:.2f} |" in readme
+
+
 def test_what_planning_ahead_changes() -> None:
     text = " ".join(PAGE.read_text().split())
     ordinary, wave = (counted("mixed-32", 128, wavefront, run_ahead=2) for wavefront in (False, True))
