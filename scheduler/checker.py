@@ -217,7 +217,7 @@ class Checker:
             self._fail(f"holds {rows} rows, says {plan.rows}, budget {config.max_num_batched_tokens}", plan)
         if len({task.request_id for task in plan.tasks}) > config.max_num_seqs:
             self._fail(f"holds more than max_num_seqs={config.max_num_seqs} requests", plan)
-        if coda > (config.max_coda_rows or config.max_num_seqs):
+        if coda > config.coda_row_limit:
             self._fail(f"holds {coda} coda rows, over the limit", plan)
         for name, ladder, bucket, count in (
             ("bucket", self._ladder, plan.bucket, rows),

@@ -48,3 +48,8 @@ class SchedulerConfig:
     prefix_cache: bool = False
     reserve_worst_case: bool = True
     swap_pages: int = 0
+
+    @property
+    def coda_row_limit(self) -> int:
+        """The most coda rows of a step."""
+        return self.max_coda_rows or self.max_num_seqs

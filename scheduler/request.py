@@ -59,7 +59,8 @@ class Request:
     per sampled row; the host's ``tokens`` lag behind it by what is in flight. ``total_limit`` bounds both.
     Tokens before ``prefill_end`` are prompt work: the prompt, and after a recomputation what it had put out.
     Tokens before ``host_end`` come from the host; later ones CODA puts into the device's table itself.
-    ``generation`` is unique in the scheduler's life; in-flight results of an older one are void.
+    ``generation`` is unique in the scheduler's life; in-flight results of an older one are void. ``arrival`` counts the
+    requests that were queued up to this one.
     ``in_flight`` counts tasks planned and not applied. ``exits[i]`` is the depth at which output token ``i`` left.
     ``started`` is how many positions were done when it (re)started: behind its frontier once it has run a row.
     ``cached_tokens`` is how much of the prompt the prefix cache had when the request first came to the device.
@@ -99,10 +100,10 @@ class Request:
         "total_limit",
     )
 
-    def __init__(self, spec: RequestSpec, arrival: int, depths: int, total_limit: int, pages_needed: int) -> None:
+    def __init__(self, spec: RequestSpec, depths: int, total_limit: int, pages_needed: int) -> None:
         self.spec = spec
         self.generation = 0
-        self.arrival = arrival
+        self.arrival = 0
         self.slot = -1
         self.rule = spec.exit_rule or ExitRule(depths - 1)
         self.tokens = list(spec.prompt_token_ids)
@@ -155,6 +156,15 @@ class Request:
     def replaying(self) -> bool:
         """Whether the next token is one that the host knows already (recomputation under ``copy``)."""
         return self.known < len(self.tokens)
+
+    @property
+    def to_score(self) -> bool:
+        """Whether prompt positions are still to be scored."""
+        return self.scored < self.num_prompt_tokens - 1
+
+    def copies_from(self, depth: int) -> bool:
+        """Whether a position that leaves at ``depth`` has its KV copied into the deeper planes, and skips them."""
+        return self.rule.copy and depth + 1 < len(self.lanes)
 
     def exit_window(self) -> tuple[int, int]:
         """First and last depth at which the newest known position may leave."""

@@ -36,13 +36,26 @@ class Residency:
         self.live: dict[int, Request] = {}
         self._priorities: Counter[int] = Counter()  # of the running requests
         self._generations = 0
+        self._arrivals = 0
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.swapped_pages = 0
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def register(self, request: Request) -> None:
+    def find(self, request_id: str) -> Request | None:
+        """The live request of that id, running or waiting."""
+        return self.running.get(request_id) or self.waiting.get(request_id)
+
+    def enqueue(self, request: Request) -> None:
+        """Let a request wait, new or with its pages on the host; it arrives with that."""
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self._register(request)
+        self.swapped_pages += request.swapped_pages
+        self.waiting.push(request)
+
+    def _register(self, request: Request) -> None:
         """Give a request its generation."""
         self._generations += 1
         request.generation = self._generations
@@ -151,7 +164,7 @@ class Residency:
             plan.page_index.append(index)
             plan.page_id.append(page)
         start = request.lanes[0].next
-        if start and (request.spec.needs_history or request.scored < request.num_prompt_tokens - 1):
+        if start and (request.spec.needs_history or request.to_score):
             plan.token_slot.extend([request.slot] * start)
             plan.token_pos.extend(range(start))
             plan.token_id.extend(request.tokens[:start])
@@ -245,7 +258,7 @@ class Residency:
         elif self.swapped_pages + held <= self._config.swap_pages:
             plan.swap_out.append(arrival)
             self._keep_on_host(request, held)
-        self.leave(plan, request)
+        self._leave(plan, request)
         if request.swapped:
             request.resume_where_it_stands()
         else:
@@ -256,7 +269,7 @@ class Residency:
     def _renew(self, request: Request) -> None:
         """Start over under a new generation; results in flight for the old one are void."""
         del self.live[request.generation]
-        self.register(request)
+        self._register(request)
         request.in_flight = 0
         request.restart(self._config.depths, 0)
 
@@ -265,7 +278,18 @@ class Residency:
         request.swapped_pages = held
         self.swapped_pages += held
 
-    def leave(self, plan: StepPlan, request: Request) -> None:
+    def end(self, plan: StepPlan, request: Request) -> None:
+        """Release all a request holds; its queue entries turn stale and are skipped."""
+        del self.live[request.generation]
+        if request.slot >= 0:
+            self._leave(plan, request)
+            return
+        self.waiting.remove(request)
+        if request.swapped:
+            self.swapped_pages -= request.swapped_pages
+            plan.swap_drop.append(request.generation)
+
+    def _leave(self, plan: StepPlan, request: Request) -> None:
         """Release slot and pages; take back what the unused plan says about them."""
         del self.running[request.spec.request_id]
         priority = request.spec.priority

@@ -94,8 +94,9 @@ def test_an_optimised_ladder_of_twelve_pads_no_more_than_one_row_in_a_hundred() 
     while (plan := wanted.scheduler.plan()) is not None:
         wanted.scheduler.apply(plan, StepResult(plan.step_id, wanted.tokens(plan)))
         histogram[plan.rows] += 1
-    harness = saturated(optimise(histogram, CPU, max_graphs=12, max_rows=64), CPU, 48, None)
-    assert len(harness.scheduler._ladder.sizes) <= 12
+    ladder = optimise(histogram, CPU, max_graphs=12, max_rows=64)
+    assert len(ladder.sizes) <= 12
+    harness = saturated(ladder, CPU, 48, None)
     harness.run()
     stats = harness.scheduler.stats
     assert stats.padding_rows <= 0.01 * stats.rows
@@ -198,7 +199,7 @@ def test_rows_of_the_next_depth_and_chunk_follow() -> None:
 
 
 def test_lanes_that_gave_all_rows_up_stand_where_they_stood() -> None:
-    queue, request = LaneQueue(), Request(RequestSpec("a", [1] * 9, 1), 1, 1, 10, 1)
+    queue, request = LaneQueue(), Request(RequestSpec("a", [1] * 9, 1), 1, 10, 1)
     lanes = [Lane(request, 0, 0, 1) for _ in range(5)]
     for arrival, lane in enumerate(lanes):
         queue.push(lane, arrival)

@@ -11,7 +11,7 @@ from wavegraph.buckets.cost import CostModel
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.cli.common import chunk_size, emit, examples, json_output, write_json
 from wavegraph.cli.engine import Bars
-from wavegraph.scheduler.scheduler import SchedulerConfig
+from wavegraph.scheduler.config import SchedulerConfig
 from wavegraph.study.simulate import SimulationResult, simulate
 from wavegraph.study.workload import Workload, find_workload
 

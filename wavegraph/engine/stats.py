@@ -6,7 +6,7 @@ from typing import Any
 
 from wavegraph.capture.executor import ExecutorStats
 from wavegraph.engine.histograms import LatencyHistograms
-from wavegraph.scheduler.scheduler import SchedulerStats
+from wavegraph.scheduler.stats import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)

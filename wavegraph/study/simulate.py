@@ -18,9 +18,10 @@ from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.metadata import StepLayout
 from wavegraph.errors import EngineError
 from wavegraph.scheduler.checker import Checker
+from wavegraph.scheduler.config import SchedulerConfig
 from wavegraph.scheduler.packing import attended
 from wavegraph.scheduler.plan import RequestSpec, StepPlan, StepResult
-from wavegraph.scheduler.scheduler import Scheduler, SchedulerConfig
+from wavegraph.scheduler.scheduler import Scheduler
 from wavegraph.study.latency import Latencies, Timeline
 from wavegraph.study.workload import Arrival, Workload
 
