@@ -131,7 +131,14 @@ class Checker:
             self._take_coda(record, task, CodaAction(action))
 
     def retract(self, plan: StepPlan) -> None:
-        """``plan``, the newest, could not be launched: its requests are about to end; who came or left is undone."""
+        """``plan``, the newest, could not be launched: its requests are about to end; what came or left is undone.
+
+        A page may have come for a request that has no row in the plan, since rows can be put back.
+        """
+        slots = {record.slot: record for record in self._live.values() if record.slot is not None}
+        for slot, index in zip(reversed(plan.page_slot), reversed(plan.page_index), strict=True):
+            if slot in slots:
+                del slots[slot].pages[index:]
         swapped_in, swapped_out = dict(plan.swap_in), dict(plan.swap_out)
         for record in self._live.values():
             if record.generation in swapped_in:

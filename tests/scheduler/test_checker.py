@@ -11,6 +11,7 @@ from tests.scheduler.harness import Harness, make_config, make_cost, token_at
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.scheduler.checker import Checker
 from wavegraph.scheduler.plan import CodaAction, ExitRule, Kind, Phase, StepPlan, TaskState
+from wavegraph.scheduler.residency import UPDATE_FIELDS
 from wavegraph.scheduler.rules import IllegalPlanError
 
 Spoil = Callable[[StepPlan], object]
@@ -304,3 +305,26 @@ def test_a_prompt_frontier_that_passes_what_has_run_is_refused() -> None:
     made.checker.check_prefilled("a", 0)
     with pytest.raises(IllegalPlanError, match="num_prefilled_tokens 1 passes the completed 0"):
         made.checker.check_prefilled("a", 1)
+
+
+def test_a_page_that_came_with_a_plan_that_failed_may_come_again() -> None:
+    """It may be for a request with no row in that plan, which goes on living: its row was put back for a bucket."""
+    made = staircase()
+    made.add("b", 3, 1)
+    plan = made.scheduler.plan()
+    assert plan is not None
+    failed, following = deepcopy(plan), deepcopy(plan)
+    failed.tasks = [each for each in plan.tasks if each.request_id == "b"]
+    following.tasks = [each for each in plan.tasks if each.request_id == "a"]
+    in_step(failed)
+    in_step(following)
+    assert (0, 2) in zip(failed.page_slot, failed.page_index, strict=True)
+    made.checker.check(failed)
+    made.checker.retract(failed)
+    made.checker.end("b")
+    following.step_id += 1
+    for names in UPDATE_FIELDS:  # what was said of the request that ended is not said again
+        kept = [index for index, slot in enumerate(getattr(plan, names[0])) if slot == 0]
+        for name in names:
+            setattr(following, name, [getattr(plan, name)[index] for index in kept])
+    made.checker.check(following)
