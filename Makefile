@@ -11,7 +11,7 @@ ROOMS := buckets capture model scheduler
 MUTATIONS := $(basename $(notdir $(wildcard tests/mutations/*.toml)))
 
 .DELETE_ON_ERROR:
-.PHONY: help run test check lint type mutate bench figures gpu-check clean
+.PHONY: help run test check lint type mutate bench figures pictures gpu-check clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -75,6 +75,9 @@ figures: $(READY) ## every figure of docs/benchmarks.md, measured on this machin
 	$(MEASURE) start --json $(RESULTS)/start.json
 	$(MEASURE) report $(RESULTS)/*.json --html build/figures.html
 	$(BIN)/python -m tools.figures docs/benchmarks.md $(RESULTS)
+
+pictures: $(READY) ## docs/images, drawn from what the scheduler plans now
+	$(BIN)/python -m tools.pictures
 
 gpu-check: ## on a machine with a GPU: tests and figures, in six minutes, nothing installed
 	$(PYTHON) benchmarks/gpu_check.py

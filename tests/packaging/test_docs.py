@@ -39,10 +39,26 @@ def options(command: click.Command) -> set[str]:
     return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
 
 
+def links(page: str) -> list[str]:
+    """Where a page's links and pictures lead, without what names a place within a page."""
+    found = re.findall(r"\]\(([^)#]+)[^)]*\)", page)
+    for tag in re.findall(r"<(?:a|img|source)\s[^>]*>", page):
+        for name, value in re.findall(r"\b(href|src|srcset)=[\"']([^\"'#]+)", tag):
+            candidates = value.split(",") if name == "srcset" else [value]
+            found += [candidate.split()[0] for candidate in candidates]
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    for target in links(page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_links_of_every_kind_are_found() -> None:
+    page = """[a](a.md#there) ![b](b.svg) <source media="(x)" srcset="c.svg, d.svg 2x"> <img
+      src="e.svg" alt="src of f"> <a href='g.md#x'>"""
+    assert links(page) == ["a.md", "b.svg", "c.svg", "d.svg", "e.svg", "g.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
