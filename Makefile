@@ -42,8 +42,8 @@ type: $(READY) ## mypy --strict
 	rm -rf build/types
 	mkdir -p build/types/wavegraph
 	cd build/types/wavegraph && ln -s ../../../wavegraph/* $(ROOMS:%=../../../%) .
-	ln -s ../../tools build/types/tools
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache wavegraph tools
+	ln -s ../../tools ../../examples build/types
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache wavegraph tools examples
 
 mutate: $(READY) ## break the code on purpose, see that the tests notice
 	for list in $(MUTATIONS); do $(BIN)/python tests/mutations/run.py $$list --jobs $(JOBS) || exit 1; done
