@@ -11,7 +11,7 @@ ROOMS := buckets capture model scheduler
 MUTATIONS := $(basename $(notdir $(wildcard tests/mutations/*.toml)))
 
 .DELETE_ON_ERROR:
-.PHONY: help run test check lint type mutate bench figures pictures gpu-check clean
+.PHONY: help run quick test check lint type mutate bench figures pictures gpu-check clean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -24,6 +24,9 @@ $(READY): pyproject.toml constraints.txt
 
 run: $(READY) ## generate with the built-in model, wavefront off and on
 	$(BIN)/wavegraph demo
+
+quick: $(READY) ## what a change needs, in half a minute: lint and tests by changed files
+	$(BIN)/python -m tools.quick --jobs $(JOBS)
 
 test: $(READY) ## the quick tests
 	$(BIN)/pytest -q -n $(JOBS) -m "not slow"

@@ -1,0 +1,3 @@
+from tests.checkout import make_importable
+
+make_importable()
