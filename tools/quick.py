@@ -33,6 +33,7 @@ ALWAYS = (
     "tests/packaging/test_packages.py",
     "tests/wavegraph/test_api.py",
 )
+"""Tests of the house as a whole, two seconds or so."""
 
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "benchmarks/": ("tests/benchmarks",),
@@ -99,7 +100,7 @@ def changed_files(root: Path) -> list[str]:
 
 
 def select(changed: Iterable[str], root: Path) -> list[str]:
-    """Tests that a change of these paths needs, in this order: changed, of the same name, of the house, of the room."""
+    """Tests that a change of these paths needs: `ALWAYS`, changed ones, those of the same name, those of the room."""
     itself, alike, room = [], [], []
     for path in map(Path, changed):
         if path.parts[0] == "tests":
@@ -109,7 +110,7 @@ def select(changed: Iterable[str], root: Path) -> list[str]:
         files = [] if inner is None else [file for entry in ROOMS[inner] for file in _files(entry, root)]
         alike += [file for file in files if Path(file).stem == f"test_{path.stem}"]
         room += files
-    return [_argument(file) for file in dict.fromkeys([*itself, *alike, *ALWAYS, *room])]
+    return [_argument(file) for file in dict.fromkeys([*ALWAYS, *itself, *alike, *room])]
 
 
 def _files(entry: str, root: Path) -> list[str]:

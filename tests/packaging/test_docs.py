@@ -18,6 +18,15 @@ from wavegraph.sampling import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HOUSE = [ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md"]
+"""The pages about files."""
+
+MADE = (".venv/", "build/", "benchmarks/results/gpu/")
+"""What is made here, and need not be there."""
+
+NOT_OURS = {"model.py"}  # of a user
+
+FILE = r"[\w-]+\.(py|toml|md|h|cpp|json|txt|html|safetensors)"
 
 
 def commands() -> dict[str, click.Command]:
@@ -59,6 +68,27 @@ def test_links_of_every_kind_are_found() -> None:
     page = """[a](a.md#there) ![b](b.svg) <source media="(x)" srcset="c.svg, d.svg 2x"> <img
       src="e.svg" alt="src of f"> <a href='g.md#x'>"""
     assert links(page) == ["a.md", "b.svg", "c.svg", "d.svg", "e.svg", "g.md"]
+
+
+def quoted(page: Path) -> list[str]:
+    """Words in backquotes, outside of code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([\w./-]+)`", text)
+
+
+@pytest.mark.parametrize("page", HOUSE, ids=lambda page: page.name)
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    """Paths stand from the repository's root; a file's name alone, for one that the context tells where to look for."""
+    paths = [word for word in quoted(page) if "/" in word and not word.startswith(("/", *MADE))]
+    files = [word for word in quoted(page) if "/" not in word and re.fullmatch(FILE, word)]
+    tests = [word for word in quoted(page) if re.fullmatch(r"test_\w+", word)]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    ours = [folder for folder in ROOT.iterdir() if not folder.name.startswith((".", "build"))]
+    names = {path.name for folder in ours for path in (folder, *folder.rglob("*"))}
+    assert [file for file in files if file not in names | NOT_OURS] == []
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [test for test in tests if f"def {test}(" not in sources] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
