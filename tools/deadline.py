@@ -3,6 +3,7 @@
 After that an interrupt (SIGINT) ends it in good order. What was left out is named at the end, and is no failure.
 """
 
+import signal
 import sys
 import time
 from collections import Counter
@@ -58,4 +59,5 @@ def run(end: float, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs this behind itself has it ignored
     sys.exit(run(float(sys.argv[1]), sys.argv[2:]))

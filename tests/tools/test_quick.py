@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.quick import ALWAYS, ROOMS, changed_files, select
+from tools.quick import ALWAYS, ROOMS, changed_files, lint, select
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,3 +168,23 @@ def test_what_is_under_way_can_be_stopped(tmp_path: Path) -> None:
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0, out
     assert re.search(r"left out: [23] of \S*test_it.py", out)
+
+
+def test_lint_looks_at_what_changed(tmp_path: Path) -> None:
+    for name, text in (("bad", "import os"), ("ugly", "x = [ 1 ]"), ("good", "x = [1]")):
+        (tmp_path / f"{name}.py").write_text(f'"""A module."""\n\n{text}\n')
+    assert lint(["README.md", "gone.py", str(tmp_path / "good.py")])
+    assert not lint([str(tmp_path / "bad.py")])
+    assert not lint([str(tmp_path / "ugly.py")])
+    assert lint([])
+
+
+@pytest.mark.parametrize(("text", "code", "verdict"), [("", 0, "passed"), ("import os\n", 1, "FAILED: lint in")])
+def test_the_command(text: str, code: int, verdict: str, tmp_path: Path) -> None:
+    (tmp_path / "changed.py").write_text(f'"""A module."""\n{text}')
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, "-m", "tools.quick", "--budget", "0", str(tmp_path / "changed.py")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert f"quick: {verdict}" in done.stdout
+    assert all(f"of {file}" in done.stdout for file in ALWAYS)
