@@ -52,7 +52,7 @@ def entry(name: str, thing: Any) -> Iterator[str]:
         yield f"{name}{_signature(thing)}" if callable(thing) else f"{name}: {type_text(type(thing))}"
         return
     bases = ", ".join(base.__name__ for base in thing.__bases__ if base is not object)
-    frozen = "frozen " if is_dataclass(thing) and thing.__dataclass_params__.frozen else ""
+    frozen = "frozen " if is_dataclass(thing) and vars(thing)["__dataclass_params__"].frozen else ""
     yield f"{frozen}class {name}({bases})" if bases else f"{frozen}class {name}"
     for line in _members(thing):
         yield f"    {line}"
@@ -76,7 +76,7 @@ def _field(field: "Field[Any]") -> str:
     text = f"{field.name}: {type_text(field.type)}"
     if field.default is not MISSING:
         return f"{text} = {field.default!r}"
-    return text if field.default_factory is MISSING else f"{text} = {field.default_factory.__name__}()"
+    return text if field.default_factory is MISSING else f"{text} = {type_text(field.default_factory)}()"
 
 
 def _attributes(cls: type) -> Iterator[str]:
@@ -106,8 +106,8 @@ def _signature(function: Callable[..., Any], method: bool = False) -> str:
         if each.kind is each.KEYWORD_ONLY and last not in (each.KEYWORD_ONLY, each.VAR_POSITIONAL):
             parts.append("*")
         last = each.kind
-        mark = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
-        text = f"{mark}{each.name}: {type_text(each.annotation)}"
+        stars = "*" * (each.kind is each.VAR_POSITIONAL) + "**" * (each.kind is each.VAR_KEYWORD)
+        text = f"{stars}{each.name}: {type_text(each.annotation)}"
         parts.append(text if each.default is each.empty else f"{text} = {each.default!r}")
     return f"({', '.join(parts)}) -> {type_text(signature.return_annotation)}"
 
