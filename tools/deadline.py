@@ -17,11 +17,13 @@ class Deadline:
     def __init__(self, end: float) -> None:
         self.end = end
         self.failed = False
+        self.collected = False
         self._left: dict[str, None] = {}  # tests that have not come to an end, in order
         self._begun: str | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """All tests to run are known."""
+        self.collected = True
         self._left = dict.fromkeys(item.nodeid for item in session.items)
 
     @pytest.hookimpl(tryfirst=True)
@@ -53,9 +55,15 @@ class Deadline:
 def run(end: float, arguments: list[str]) -> int:
     """The exit code: 0 also if nothing was to run, or if an interrupt came after ``end`` when nothing had failed."""
     deadline = Deadline(end)
-    code = pytest.main(arguments, plugins=[deadline])
-    stopped = code == pytest.ExitCode.INTERRUPTED and not deadline.failed and time.time() > end
-    return 0 if stopped or code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
+    try:
+        code = pytest.main(arguments, plugins=[deadline])
+    except KeyboardInterrupt:  # before or after the tests themselves
+        code = pytest.ExitCode.INTERRUPTED
+    if code == pytest.ExitCode.INTERRUPTED and time.time() > end:
+        if not deadline.collected:
+            print("left out: all, stopped before the first test")
+        return int(deadline.failed)
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
 
 
 if __name__ == "__main__":
