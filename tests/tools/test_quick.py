@@ -116,22 +116,28 @@ def test_changes_are_those_since_main(branch: str, tmp_path: Path) -> None:
     assert changed_files(tmp_path) == sorted([*since, *["committed"] * (branch == "main")])
 
 
-MARKER = "begun"
+MARKER, MADE = "begun", "made"
 
 TESTS = """
 import time
 from pathlib import Path
+import pytest
 
 def test_quick(): pass
 def test_longer():
     Path({marker!r}).touch()
     time.sleep({seconds})
-def test_late(): assert {late}
+@pytest.fixture
+def costly(): Path({made!r}).touch()
+
+def test_late(costly): assert {late}
 """
 
 
 def start(folder: Path, end: float, seconds: float, late: bool = True) -> "subprocess.Popen[str]":
-    (folder / "test_it.py").write_text(TESTS.format(marker=str(folder / MARKER), seconds=seconds, late=late))
+    (folder / "test_it.py").write_text(
+        TESTS.format(marker=str(folder / MARKER), made=str(folder / MADE), seconds=seconds, late=late)
+    )
     command = [sys.executable, "-m", "tools.deadline", str(time.time() + end), "-q", "-s", "-p", "no:cacheprovider"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     return subprocess.Popen(
@@ -150,6 +156,7 @@ def test_within_the_time_all_tests_count(late: bool, code: int, tmp_path: Path) 
     out = process.communicate(timeout=60)[0]
     assert process.returncode == code, out
     assert "left out" not in out
+    assert (tmp_path / MADE).exists()
 
 
 def test_nothing_begins_after_the_time(tmp_path: Path) -> None:
@@ -157,6 +164,7 @@ def test_nothing_begins_after_the_time(tmp_path: Path) -> None:
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 0, out
     assert re.search(r"left out: 3 of \S*test_it.py", out)
+    assert not (tmp_path / MADE).exists()
 
 
 def test_what_is_under_way_can_be_stopped(tmp_path: Path) -> None:
