@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import IO
+
+from tools.deadline import VERDICT
 
 ROOT = Path(__file__).parents[1]
 
@@ -169,10 +172,17 @@ def run_tests(tests: Sequence[str], jobs: int, began: float, budget: float) -> b
             for share, output in zip(shares, outputs, strict=True)
         ]
         _wait(running, began + max(LIMIT, budget + LIMIT - BUDGET))
-        for output in outputs:
-            output.seek(0)
-            print(output.read())
-    return not any(process.returncode for process in running)
+        codes = [_report(process, output) for process, output in zip(running, outputs, strict=True)]
+    return not any(codes)
+
+
+def _report(process: "subprocess.Popen[bytes]", output: IO[str]) -> int:
+    """Show what a process has printed; returns the exit code that it came to, even if it was killed after that."""
+    output.seek(0)
+    text, found, rest = f"\n{output.read()}".rpartition(f"\n{VERDICT}")
+    code, _, end = rest.partition("\n")
+    print(f"{text}\n{end}" if found else rest)
+    return int(code) if found else process.returncode
 
 
 def _wait(running: Sequence["subprocess.Popen[bytes]"], limit: float) -> None:

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
 from tools import rooms
-from tools.quick import ALWAYS, ROOMS, build_operators, changed_files, lint, select
+from tools.deadline import VERDICT
+from tools.quick import ALWAYS, ROOMS, _report, build_operators, changed_files, lint, select
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,6 +204,23 @@ def test_operators_are_compiled_if_they_changed_or_are_not_there(
     assert not build_operators(["model/core.py", "model/csrc/linear.h"])
     monkeypatch.setattr("subprocess.run", None)
     assert build_operators(["model/core.py"])
+
+
+def finished(code: int, printed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    command = [sys.executable, "-c", f"import sys; print({printed!r}); sys.exit({code})"]
+    with TemporaryFile("w+") as output, subprocess.Popen(command, stdout=output) as process:
+        process.wait()
+        return _report(process, output), capsys.readouterr().out.strip()
+
+
+def test_the_verdict_counts_even_if_the_process_does_not_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert finished(3, "..\nall said", capsys) == (3, "..\nall said")
+    assert finished(9, f"{VERDICT}0", capsys) == (0, "")
+    assert finished(9, f"..\n{VERDICT}7\n{VERDICT}0\nKeyboardInterrupt", capsys) == (
+        0,
+        f"..\n{VERDICT}7\nKeyboardInterrupt",
+    )
+    assert finished(0, f"..\nleft out\n{VERDICT}1\nFAILED test", capsys) == (1, "..\nleft out\nFAILED test")
 
 
 def test_the_command() -> None:
