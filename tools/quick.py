@@ -171,7 +171,11 @@ def run_tests(tests: Sequence[str], jobs: int, began: float, budget: float) -> b
             )
             for share, output in zip(shares, outputs, strict=True)
         ]
-        _wait(running, began + max(LIMIT, budget + LIMIT - BUDGET))
+        try:
+            _wait(running, began + max(LIMIT, budget + LIMIT - BUDGET))
+        finally:  # a Ctrl-C does not reach them
+            for process in [each for each in running if each.poll() is None]:
+                os.killpg(process.pid, signal.SIGKILL)
         codes = [_report(process, output) for process, output in zip(running, outputs, strict=True)]
     return not any(codes)
 
