@@ -10,7 +10,7 @@ from torch import Tensor
 from wavegraph.buckets.ladder import Ladder
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.buffers import Limits
-from wavegraph.capture.executor import Executor
+from wavegraph.capture.executor import Executor, Ticket
 from wavegraph.model.config import OuroConfig
 from wavegraph.model.ops.aten import AtenOps
 from wavegraph.model.ops.cpu import CpuOps
@@ -281,3 +281,16 @@ class Driver:
             step.page_index.append(len(request.pages))
             step.page_id.append(page)
             request.pages.append(page)
+
+
+def run_ahead(executor: Executor, steps: Sequence[Step], ahead: int) -> list[list[int]]:
+    """Run ``steps`` with up to ``ahead`` of them in flight until all have passed; returns the tokens of each."""
+    results: list[list[int]] = []
+    tickets: list[Ticket] = []
+    for step in steps:
+        if len(tickets) == ahead:
+            results.append(executor.poll(tickets.pop(0)).tokens)
+        tickets.append(executor.submit(step))
+    results += [executor.poll(ticket).tokens for ticket in tickets]
+    executor.synchronize()
+    return results

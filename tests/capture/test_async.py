@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.capture.driver import Driver, Step, make_executor, tiny_config, tiny_model
+from tests.capture.driver import Driver, Step, make_executor, run_ahead, tiny_config, tiny_model
 from tests.capture.faults import inject
 from tests.capture.verify import assert_same_bits
 from wavegraph.capture.executor import Executor
@@ -64,15 +64,7 @@ def test_equals_synchronous_bit_for_bit(executors: Callable[..., Executor], back
     steps, expected = scripted(synchronous)
     assert len({token for row in expected for token in row}) > 3
     executor = executors(backend, max_in_flight=ahead)
-    results = []
-    tickets = []
-    for step in steps:
-        if len(tickets) == ahead:
-            results.append(executor.poll(tickets.pop(0)).tokens)
-        tickets.append(executor.submit(step))
-    results += [executor.poll(ticket).tokens for ticket in tickets]
-    assert results == expected
-    executor.synchronize()
+    assert run_ahead(executor, steps, ahead) == expected
     for name in ("k", "v", "hidden", "gate"):
         assert_same_bits(getattr(executor.pools, name), getattr(synchronous.pools, name), name)
     for name in ("token_table", "page_table", "params"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture.driver import Driver, make_executor, tiny_config, tiny_model
+from tests.capture.driver import Driver, make_executor, run_ahead, tiny_config, tiny_model
 from tests.capture.fake_cuda import GRAPH_BYTES, TOTAL, FakeCuda, FakeDevice, fake_cuda
 from tests.capture.test_async import scripted
 from tests.capture.verify import assert_same_bits
@@ -114,14 +114,7 @@ def test_steps_equal_those_of_recorded_bit_for_bit(fake_cuda: FakeCuda, ahead: i
     expected_executor = make_executor(tiny_model(), "recorded")
     steps, expected = scripted(expected_executor)
     executor, _ = captured(max_in_flight=ahead)
-    results, tickets = [], []
-    for step in steps:
-        if len(tickets) == ahead:
-            results.append(executor.poll(tickets.pop(0)).tokens)
-        tickets.append(executor.submit(step))
-    results += [executor.poll(ticket).tokens for ticket in tickets]
-    assert results == expected
-    executor.synchronize()
+    assert run_ahead(executor, steps, ahead) == expected
     for name in ("k", "v", "hidden", "gate"):
         assert_same_bits(getattr(executor.pools, name), getattr(expected_executor.pools, name), name)
 
