@@ -9,6 +9,7 @@
     │   ├── BundleError       a bundle is damaged, or was made for another model or machine
     │   ├── RequestError      one request is refused; all others go on
     │   └── OutputError       a result cannot be written where it was asked for
+    ├── RequestFailedError    work for one request failed unforeseen; all others go on       CLI exit code 1
     ├── CaptureError          a program cannot be recorded, or a replay does not fit its capture
     └── EngineError           the engine cannot go on (device failure, broken invariant)   CLI exit code 1
 
@@ -47,6 +48,14 @@ class RequestError(InputError):
 
 class OutputError(InputError):
     """A result cannot be written where the caller asked for it."""
+
+
+class RequestFailedError(WavegraphError):
+    """Work for one request failed unforeseen; every other request goes on. ``cause`` is what it is counted under."""
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class CaptureError(WavegraphError):

@@ -82,9 +82,9 @@ class LLM:
         """Run one prompt, or a list of them, to the end; returns their finished outputs in order, ``n`` a prompt.
 
         ``params`` are those of all prompts, or one for each. ``on_progress`` is told how many requests are done.
-        Raises `RequestError` that names the prompt's index if one cannot be served; nothing is run then. Raises
-        `EngineError` if a step fails. Either way the other prompts of the call are dropped, and the engine can
-        be used again.
+        An output whose ``finish_reason`` is "error" says in ``error`` what failed; the others are whole.
+        Raises `RequestError` that names the prompt's index if one cannot be served; nothing is run then, and the engine
+        can be used again.
         """
         batch = _as_batch(prompts)
         ids: list[str] = []
@@ -164,7 +164,7 @@ class LLM:
         while pending:
             for output in self._step():
                 if output.finished and output.request_id in pending:
-                    finished[output.request_id] = _checked(output)
+                    finished[output.request_id] = output
                     pending.remove(output.request_id)
                     if on_progress is not None:
                         on_progress(len(finished), len(ids))
@@ -195,7 +195,7 @@ class OutputStream(Iterator[RequestOutput]):
         llm._mail[request_id] = None
 
     def __next__(self) -> RequestOutput:
-        """Run steps until the request has news. Raises `EngineError` if its step failed."""
+        """Run steps until the request has news."""
         if not self._open:
             raise StopIteration
         output = None
@@ -206,7 +206,7 @@ class OutputStream(Iterator[RequestOutput]):
         finally:
             if output is None or output.finished:
                 self.close()
-        return _checked(output)
+        return output
 
     def close(self) -> None:
         """End the request if it still runs. May be called twice."""
@@ -225,12 +225,6 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _checked(output: RequestOutput) -> RequestOutput:
-    if output.error is not None:
-        raise EngineError(output.error)
-    return output
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -1,7 +1,10 @@
 """What a caller gets back."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from wavegraph.errors import RequestFailedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class RequestOutput:
       form a whole character yet, and what may turn out to begin a stop string, are held back. None if the
       checkpoint has no tokenizer.
     - ``finish_reason``: None while it runs; ``"stop"`` (a stop string, stop or end-of-sequence id), ``"length"``
-      (``max_tokens`` or ``max_model_len``) or ``"error"``, when the step it was in could not be run.
+      (``max_tokens`` or ``max_model_len``) or ``"error"``, when the step it was in could not be run, or work for this
+      request alone failed; ``text`` is then what was certain before.
     - ``stop_reason``: with ``"stop"``, the string or id that did it.
     - ``exit_depths``: zero-based depth at which each token left the loop.
     - ``logprobs``: one entry a token, if asked for. ``prompt_logprobs``: one entry a prompt token, None for the
@@ -109,3 +113,10 @@ class RequestOutput:
             "latency": self.metrics.latency,
         }
         return data
+
+
+def require_whole(outputs: Sequence[RequestOutput]) -> None:
+    """Raise `RequestFailedError`, with what the first of them says, if any output ended with "error"."""
+    errors = [output.error for output in outputs if output.error is not None]
+    if errors:
+        raise RequestFailedError(f"{len(errors)} of {len(outputs)} outputs failed: {errors[0]}", "output")

@@ -22,7 +22,8 @@ class SamplingParams:
 
     - ``max_tokens``: the most tokens to generate, at least 1. A request also ends at the engine's
       ``max_model_len``.
-    - ``min_tokens``: stop ids and end-of-sequence cannot be drawn before so many tokens.
+    - ``min_tokens``: stop ids and end-of-sequence cannot be drawn before so many tokens, and stop strings that they
+      complete end nothing, as in vLLM.
     - ``stop``: strings that end the request; the text ends before the match, or after it with
       ``include_stop_str_in_output``. At most 16.
     - ``stop_token_ids``: ids that end the request when drawn, besides the model's own end-of-sequence ids. At most

@@ -13,7 +13,11 @@ from tests.server.harness import COMPLETION, CONFIG, JSON, LONG, Served, Stream,
 from wavegraph.builtin import builtin_path
 from wavegraph.engine.engine import Engine
 from wavegraph.sampling import SamplingParams
+from wavegraph.server.logprobs import TokenNames
 from wavegraph.startup.build import build_engine
+from wavegraph.text.chat import ChatTemplate
+from wavegraph.text.stream import OutputText
+from wavegraph.text.tokenizer import Tokenizer
 
 
 def test_a_step_that_cannot_be_launched_fails_its_requests_alone(server: Served, streams: list[Stream]) -> None:
@@ -22,12 +26,74 @@ def test_a_step_that_cannot_be_launched_fails_its_requests_alone(server: Served,
     server.on_engine(lambda engine: inject(engine.executor, before={2}))
     streams[0].read()
     error, done = streams[0].events()[-2:]
-    assert (error["error"]["code"], error["error"]["type"], done) == ("engine_failed", "server_error", "[DONE]")
+    assert (error["error"]["code"], error["error"]["type"], done) == ("request_failed", "server_error", "[DONE]")
     assert server.post("/v1/completions", COMPLETION)[0] == 200
     server.on_engine(lambda engine: inject(engine.executor, before={1}))
     status, answer = server.post("/v1/completions", COMPLETION)
-    assert (status, answer["error"]["code"]) == (500, "engine_failed")
+    assert (status, answer["error"]["code"]) == (500, "request_failed")
     assert server.request("GET", "/health")[0] == 200
+
+
+class Panic(BaseException):
+    """Such as the tokenizers library's, which is no `Exception`."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "options"),
+    [
+        (OutputText, "append", {}),
+        (OutputText, "finish", {}),
+        (TokenNames, "name", {"logprobs": 1}),
+    ],
+)
+def test_what_fails_in_one_requests_own_work_is_heard_of_by_it_alone(
+    server: Served,
+    streams: list[Stream],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: Any,
+    name: str,
+    options: dict[str, Any],
+) -> None:
+    streams.append(Stream(server.port, {**COMPLETION, "max_tokens": 100, "ignore_eos": True}))
+    streams[0].read(b"data: ")
+    asked = {**COMPLETION, "prompt": "b", "stop": "END", **options}
+    original = getattr(owner, name)
+
+    def fail(self: Any, *given: Any) -> Any:
+        if owner is TokenNames or self._stop:
+            raise Panic("odd")
+        return original(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        status, answer = server.post("/v1/completions", asked)
+        assert (status, answer["error"]["code"], answer["error"]["type"]) == (500, "request_failed", "server_error")
+        bad = Stream(server.port, asked).finish()
+        assert (bad[-2]["error"]["code"], bad[-1]) == ("request_failed", "[DONE]")
+        assert "odd" not in str((answer, bad))
+    assert server.post("/v1/completions", asked)[0] == 200
+    *_, last, done = streams[0].finish()
+    assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+    assert "odd" in caplog.text
+
+
+def test_what_fails_before_a_request_is_taken_in_is_heard_of_by_it_alone(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any, **named: Any) -> Any:
+        raise Panic("odd")
+
+    for owner, name in ((Tokenizer, "encode"), (ChatTemplate, "render"), (SamplingParams, "device_params")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            path = "/v1/chat/completions" if name == "render" else "/v1/completions"
+            asked = {**COMPLETION, "messages": [{"role": "user", "content": "a"}]}
+            status, answer = server.post(path, asked)
+        assert (status, answer["error"]["code"]) == (500, "request_failed")
+    assert server.post("/v1/completions", COMPLETION)[0] == 200
+    page = server.request("GET", "/metrics")[2].decode()
+    assert 'wavegraph:request_failures_total{cause="admission",model_name="builtin"} 1.0' in page
 
 
 def test_a_failing_device_is_heard_of_by_all(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ COUNTERS = {
     "prompt_tokens",
     "generation_tokens",
     "request_success",
+    "request_failures",
     "num_preemptions",
     "steps",
     "rows",

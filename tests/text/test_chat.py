@@ -114,7 +114,12 @@ def folder_with(tmp_path: Path, **files: str) -> Path:
         ({"tokenizer_config__json": json.dumps({"chat_template": "A{{ eos_token }}", "eos_token": "E"})}, "AE"),
         ({"tokenizer_config__json": '{"chat_template": "{{ eos_token }}", "eos_token": {"content": "E"}}'}, "E"),
         ({"tokenizer_config__json": '{"chat_template": [{"name": "default", "template": "D"}]}'}, "D"),
+        ({"tokenizer_config__json": '{"chat_template": {"default": "D", "rag": "R"}}'}, "D"),
         ({"tokenizer_config__json": '{"chat_template": "A"}', "chat_template__jinja": "J"}, "J"),
+        (
+            {"tokenizer_config__json": '{"chat_template": null, "eos_token": null, "bos_token": "B"}'},
+            ChatTemplate().render(TALK),
+        ),
     ],
 )
 def test_where_the_template_comes_from(tmp_path: Path, files: dict[str, str], rendered: str) -> None:
@@ -129,11 +134,91 @@ def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
         Tokenizer.load(folder_with(tmp_path, tokenizer_config__json=content))
 
 
-def test_a_template_that_cannot_be_compiled_is_named_at_its_first_use(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(folder_with(tmp_path, chat_template__jinja="{% endfor %}"))
-    assert tokenizer is not None
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: its chat template cannot be compiled"):
-        tokenizer.chat.render(TALK)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (5, "chat_template must be a template, or a list of objects with name and template, got int"),
+        (True, "got bool"),
+        (["A"], "got list"),
+        ([{"name": "default"}], "got dict"),
+        ([{"name": "default", "template": 5}], "got dict"),
+        ({"default": None}, "got dict"),
+    ],
+)
+def test_a_template_that_is_none_is_an_error(tmp_path: Path, given: Any, named: str) -> None:
+    folder = folder_with(tmp_path, tokenizer_config__json=json.dumps({"chat_template": given}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: ") as error:
+        Tokenizer.load(folder)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("token", [5, ["E"], {}, {"content": 5}])
+def test_a_special_token_that_is_no_text_is_an_error(tmp_path: Path, token: Any) -> None:
+    folder = folder_with(tmp_path, tokenizer_config__json=json.dumps({"eos_token": token}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: eos_token must be a token's text"):
+        Tokenizer.load(folder)
+
+
+NESTED = "".join(f"{{% for a{i} in messages %}}" for i in range(25)) + "{% endfor %}" * 25
+BROKEN = ["{% endfor %}", "{% unknown %}", "{{ messages | no_such_filter }}", "{{ 'a", NESTED]
+
+
+@pytest.mark.parametrize("source", [*BROKEN, None])
+def test_a_template_that_cannot_be_used_refuses_chat_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str | None
+) -> None:
+    folder = folder_with(tmp_path, chat_template__jinja=source or "")
+    if source is None:
+        (folder / "chat_template.jinja").unlink()
+        several = [{"name": "rag", "template": "R"}, {"name": "tool_use", "template": "T"}]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    with LLM(folder, SMALL) as llm:
+        (warning,) = [record.getMessage() for record in caplog.records if record.name == "wavegraph.text.chat"]
+        assert warning.endswith("chat is refused, all else works")
+        assert llm.generate("Waves", SamplingParams(max_tokens=2))[0].finished
+        with pytest.raises(RequestError, match="messages: there can be no chat, since ") as error:
+            llm.chat(TALK)
+        named = "its chat template cannot be compiled (" if source else "none of its chat templates is named 'default'"
+        assert named in str(error.value)
+        assert llm.generate("Waves", SamplingParams(max_tokens=2))[0].finished
+    result = CliRunner().invoke(main, ["chat", str(folder), *COMMAND[2:]])
+    assert (result.exit_code, "so there can be no chat" in result.stderr) == (2, True)
+
+
+GENERATION = (  # in the style of SmolLM3, LFM2.5 and Phi-4
+    "{{- bos_token -}}\n{%- set ns = namespace(last='') -%}\n{%- if tools is not none -%}TOOLS{%- endif -%}\n"
+    "{% for message in messages %}\n{%- if message.role == 'assistant' -%}\n<|im_start|>assistant\n"
+    "{% generation %}\n{%- set said = message.content -%}{{ said }}{% set ns.last = said %}{{ loop.index }}"
+    "<|im_end|>\n{% endgeneration %}\n{{ said is defined }}{%- else -%}{{ message.content | tojson(indent=1) }}"
+    "{%- endif -%}\n"
+    "{% endfor %}{{ ns.last }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_what_an_assistant_generated_is_marked_for_training_alone() -> None:
+    assert ChatTemplate("{% generation %}{{ messages[2].content }}{% endgeneration %}!").render(TALK) == "Yes.!"
+    assert ChatTemplate("{%- generation -%} {{ 1 }} {%- endgeneration -%} ").render(TALK) == "1"
+    rendered = ChatTemplate(GENERATION, {"bos_token": "<s>"}).render(TALK)
+    assert "<|im_start|>assistant\nYes.3<|im_end|>\n" in rendered
+    assert rendered.startswith('<s>"Be brief."')
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GENERATION,
+        "{% if documents is none %}{{ tools }}{% endif %}",
+        "{{ {'b': 'ü', 'a': [1, 2]} | tojson(sort_keys=true, separators=(',', ':')) }}",
+        "{{ 'ü' | tojson(ensure_ascii=true) }}",
+        "{% for m in messages %}\n  {% if loop.first %}\n{% continue %}\n  {% endif %}{{ m.content }}\n{% endfor %}",
+    ],
+)
+def test_templates_render_as_in_transformers(source: str) -> None:
+    utilities = pytest.importorskip("transformers.utils.chat_template_utils")
+    ((theirs,), _) = utilities.render_jinja_template(
+        [TALK], chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(TALK) == theirs
 
 
 def test_both_ends_of_a_turn_are_known() -> None:

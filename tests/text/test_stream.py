@@ -104,3 +104,59 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
             output.append(token)
         seen.append(output.text)
     assert seen == ["t", "th", "th", "the ", "the ", "the ", "the ", "the endi", "the endin", "the ending"]
+
+
+def as_in_vllm(texts: list[str], stops: tuple[str, ...], min_tokens: int) -> tuple[int, list[str]] | None:
+    """After which token of ``texts``, the text after each one, a stop string ends the output, and which ones may."""
+    scanned = 0
+    for count, text in enumerate(texts, 1):
+        if count > min_tokens:
+            new = len(text) - scanned
+            found = [stop for stop in stops if new and text.find(stop, max(0, len(text) - new - len(stop) + 1)) >= 0]
+            if found:
+                return count, found
+        scanned = len(text)
+    return None
+
+
+@settings(max_examples=300)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 100), max_size=24), stops=STOPS, min_tokens=st.integers(0, 12))
+def test_the_first_tokens_end_nothing(text: str, cuts: list[int], stops: tuple[str, ...], min_tokens: int) -> None:
+    stream, output = TOKENIZER.stream(), OutputText(TOKENIZER.stream(), stops, True, min_tokens)
+    ids, texts, seen = split_anywhere(text, cuts), [], [""]
+    for token in ids:
+        stream.append(token)
+        texts.append(stream.text)
+        output.append(token)
+        assert output.text.startswith(seen[-1])
+        seen.append(output.text)
+        if output.matched is not None:
+            break
+    want = as_in_vllm(texts, stops, min_tokens)
+    if want is None:
+        output.finish()
+        assert (output.text, output.matched) == (text, None)
+    else:
+        assert (len(texts), output.matched in want[1]) == (want[0], True)
+        assert output.text.endswith(output.matched or "?")
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "matched"),
+    [
+        (0, "ab", "ab"),
+        (1, "ab", "ab"),
+        (2, "abcab", "ab"),
+        (4, "abcab", "ab"),
+        (5, "abcabc", None),
+        (9, "abcabc", None),
+    ],
+)
+def test_a_stop_string_counts_once_its_end_comes_late_enough(min_tokens: int, text: str, matched: str | None) -> None:
+    output = OutputText(TOKENIZER.stream(), ("ab",), True, min_tokens)
+    for char in "abcabc":
+        output.append(TOKENIZER.encode(char)[0])
+        if output.matched:
+            break
+    output.finish()
+    assert (output.text, output.matched) == (text, matched)

@@ -9,7 +9,7 @@ import click
 from wavegraph.cli.common import complete_model, emit, examples
 from wavegraph.cli.engine import Bars, engine_options, load, take_options
 from wavegraph.cli.sampling import sampling_options, take_sampling
-from wavegraph.errors import InputError, RequestError
+from wavegraph.errors import InputError, RequestError, RequestFailedError
 from wavegraph.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def chat_command(model: str, system: str | None, **given: Any) -> None:
     with load(model, take_options(given), Bars()) as llm:
         if llm.engine.tokenizer is None:
             raise InputError(f"{model}: has no tokenizer.json, and a chat is text; see `wavegraph generate`")
+        if llm.engine.tokenizer.chat.refusal is not None:
+            raise InputError(f"{llm.engine.tokenizer.chat.refusal}, so there can be no chat; see `wavegraph generate`")
         start = [{"role": "system", "content": system}] if system is not None else []
         messages = list(start)
         for line in _lines():
@@ -49,7 +51,7 @@ def chat_command(model: str, system: str | None, **given: Any) -> None:
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 answer = _answer(llm, asked, params)
-            except RequestError as error:
+            except (RequestError, RequestFailedError) as error:
                 click.echo(f"Error: {error}. {CLEAR} begins anew.", err=True)
                 continue
             messages = [*asked, {"role": "assistant", "content": answer}]
@@ -80,5 +82,7 @@ def _answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams) 
             new = output.text or ""
             emit(new[len(text) :], newline=False)
             text = new
+            if output.error is not None:
+                raise RequestFailedError(output.error, "output")
     emit("")
     return text

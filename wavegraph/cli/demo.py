@@ -14,7 +14,7 @@ from wavegraph.cli.common import complete_model, emit, examples, json_output, to
 from wavegraph.cli.demo_exits import check_exits, describe, measure_exits, sentence
 from wavegraph.cli.engine import Bars, engine_options, import_engine, load, model_path, take_options
 from wavegraph.errors import EngineError, InputError
-from wavegraph.outputs import RequestOutput
+from wavegraph.outputs import RequestOutput, require_whole
 from wavegraph.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class _Mode:
     def run(self, prompts: list[str], params: SamplingParams, *, warm_up: bool) -> None:
         before = self.llm.engine.stats().scheduler
         self.outputs = self.llm.generate(prompts, params)
+        require_whole(self.outputs)
         after = self.llm.engine.stats().scheduler
         if warm_up:
             return

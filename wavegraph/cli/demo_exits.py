@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavegraph.errors import EngineError
-from wavegraph.outputs import RequestOutput
+from wavegraph.outputs import RequestOutput, require_whole
 from wavegraph.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Way:
         prompt_steps = _core_steps(llm) - begun
         begun = _core_steps(llm)
         self.outputs = [llm.generate(prompt, self.params)[0] for prompt in prompts]
+        require_whole(self.outputs)
         steps = _core_steps(llm) - begun - prompt_steps
         decoded = sum(len(output.token_ids) - 1 for output in self.outputs)
         self.runs.append({"steps_per_token": steps / decoded, "tokens_per_s": decoded / _decode_seconds(self.outputs)})

@@ -9,7 +9,7 @@ from wavegraph.cli.common import complete_model, emit, examples, integers, json_
 from wavegraph.cli.engine import Bars, engine_options, load, take_options
 from wavegraph.cli.sampling import sampling_options, take_sampling
 from wavegraph.errors import InputError
-from wavegraph.outputs import RequestOutput
+from wavegraph.outputs import RequestOutput, require_whole
 
 
 @click.command(
@@ -63,6 +63,7 @@ def generate_command(
     else:
         result = {"outputs": [output.to_dict() for output in outputs], "stats": stats.to_dict()}
         write_json(json_path, to_json(result))
+    require_whole(outputs)
 
 
 def _read_prompts(path: Path) -> list[str]:

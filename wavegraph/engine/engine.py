@@ -5,6 +5,7 @@ plan, execute, apply. With asynchronous scheduling up to ``run_ahead`` steps are
 result is taken; a request that turns out to have ended voids what was planned for it since.
 """
 
+import logging
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from wavegraph.buckets.cost import CostModel
 from wavegraph.capture.backends.base import Backend
 from wavegraph.capture.executor import Executor, StepOutput, Ticket
+from wavegraph.engine.fence import ADMISSION, LOGPROBS, TEXT
 from wavegraph.engine.handover import RequestState
 from wavegraph.engine.histograms import LatencyHistograms
 from wavegraph.engine.inputs import checked_ids, encode_prompt
@@ -27,7 +29,7 @@ from wavegraph.engine.live import LiveRequest, token_logprob
 from wavegraph.engine.sizes import Sizes
 from wavegraph.engine.stats import EngineStats
 from wavegraph.engine.trace import StepObserver, TraceWriter
-from wavegraph.errors import CaptureError, ConfigError, EngineError, RequestError
+from wavegraph.errors import CaptureError, ConfigError, EngineError, RequestError, RequestFailedError
 from wavegraph.model.sampling import MAX_STOP_IDS
 from wavegraph.model.weights import Model, check_new_weights
 from wavegraph.outputs import RequestOutput
@@ -37,6 +39,8 @@ from wavegraph.scheduler.plan import CodaAction, RequestSpec, RequestUpdate, Ste
 from wavegraph.scheduler.scheduler import Scheduler
 from wavegraph.text.stream import OutputText
 from wavegraph.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) as long work goes on."""
@@ -101,6 +105,7 @@ class Engine:
         self._last_end = 0.0
         self._undelivered: list[RequestOutput] = []  # of a step that an interrupt followed
         self._finished: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
         self._latencies = LatencyHistograms()
         self._prompt_tokens = 0
         self._output_tokens = 0
@@ -117,7 +122,7 @@ class Engine:
 
         ``prompt`` is text, which needs a tokenizer, or token ids. A lower ``priority`` is served earlier if the engine
         admits by priority. An id can be used again once its request ended. Raises `RequestError`, changing nothing,
-        if it cannot be served.
+        if it cannot be served, and `RequestFailedError`, likewise, if to find that out failed.
         """
         self._require_working()
         arrival = perf_counter()
@@ -127,16 +132,17 @@ class Engine:
             raise RequestError(f"priority must be an integer, got {priority!r}")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {params!r}")
-        ids = encode_prompt(prompt, self.tokenizer, self.model.config.vocab_size)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         names = [request_id] if params.n == 1 else [f"{request_id}#{index}" for index in range(params.n)]
+        with self._failures_counted(request_id), ADMISSION:
+            ids = encode_prompt(prompt, self.tokenizer, self.model.config.vocab_size)
+            specs = [self._spec(name, ids, params, priority, index, seed) for index, name in enumerate(names)]
+            texts = [self._text(params, ids) for _ in names]
         added: list[str] = []
         try:
-            for index, name in enumerate(names):
-                spec = self._spec(name, ids, params, priority, index, seed)
+            for index, (spec, text) in enumerate(zip(specs, texts, strict=True)):
                 self.scheduler.add(spec)
-                added.append(name)
-                text = self._text(params)
+                added.append(spec.request_id)
                 self._register(spec, LiveRequest(spec, params, _text_of(prompt), text, arrival, index, seed))
         except RequestError:
             for name in added:
@@ -151,6 +157,19 @@ class Engine:
         if live:
             self._end(request_id, "abort", perf_counter())
         return live
+
+    @contextmanager
+    def _failures_counted(self, request_id: str) -> Iterator[None]:
+        """For a request that is not in yet."""
+        try:
+            yield
+        except RequestFailedError as error:
+            self._note_failure(request_id, error)
+            raise
+
+    def _note_failure(self, request_id: str, error: RequestFailedError) -> None:
+        self._failures[error.cause] += 1
+        logger.error("request %r: %s", request_id, error, exc_info=error)
 
     def _spec(
         self, name: str, ids: list[int], params: SamplingParams, priority: int, index: int, seed: int
@@ -179,11 +198,11 @@ class Engine:
             device_params=params.device_params(len(ids), stop, index, seed),
         )
 
-    def _text(self, params: SamplingParams) -> OutputText | None:
+    def _text(self, params: SamplingParams, prompt: Sequence[int]) -> OutputText | None:
         if self.tokenizer is None:
             return None
-        stream = self.tokenizer.stream(params.skip_special_tokens)
-        return OutputText(stream, params.stop, params.include_stop_str_in_output)
+        stream = self.tokenizer.stream(params.skip_special_tokens, prompt)
+        return OutputText(stream, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
     def _register(self, spec: RequestSpec, record: LiveRequest) -> None:
         self._records[spec.request_id] = record
@@ -196,7 +215,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Submit what may be planned and take the oldest step's result; returns the output of requests with news.
 
-        A step that cannot be launched ends its own requests with ``finish_reason="error"``; the others go on.
+        A step that cannot be launched ends its own requests with ``finish_reason="error"``, and so does whatever
+        goes wrong in work that is for one request alone; the others go on.
         A Ctrl-C is raised when the step is complete; its outputs then come with those of the next one. Raises
         `EngineError` if the engine cannot go on, then and at every later call.
         """
@@ -240,7 +260,7 @@ class Engine:
         try:
             ticket = self.executor.submit(plan)
         except CaptureError as error:  # nothing was launched
-            return self._fail(plan, str(error))
+            return self._fail_step(plan, str(error))
         self._flights.append(_Flight(plan, ticket, planned, perf_counter()))
         for request_id, _ in plan.param_owner:
             self._records[request_id].mark_scheduled(planned, self._latencies)
@@ -250,8 +270,7 @@ class Engine:
         now, plan = perf_counter(), flight.plan
         if self._checker is not None:
             self._checker.complete(plan, output.tokens)
-        if output.logprobs is not None:
-            self._note_scores(plan, output)
+        outputs = self._note_scores(plan, output) if output.logprobs is not None else []
         updates = self.scheduler.apply(plan, StepResult(plan.step_id, output.tokens))
         if self.observers:
             began = max(flight.submitted, self._last_end)
@@ -259,31 +278,30 @@ class Engine:
             for observer in self.observers:
                 observer.step(plan, times, self.scheduler.num_waiting, self.scheduler.residency.pages.num_free)
         self._last_end = now
-        return [self._report(update, output, now) for update in updates if update.request_id in self._records]
+        outputs += [self._report(update, output, now) for update in updates if update.request_id in self._records]
+        return outputs
 
     def _report(self, update: RequestUpdate, output: StepOutput, now: float) -> RequestOutput:
         record = self._records[update.request_id]
         if self._checker is not None:
             self._checker.accept(update)
-        logprob = None
-        if record.params.logprobs is not None and output.logprobs is not None:
-            logprob = token_logprob(output.logprobs, update.coda_row, update.token_id, record.params.logprobs)
-        record.append(update.token_id, update.exit_depth, logprob, update.finish_reason == "stop")
         record.mark_token(now, self._latencies)
         record.cached_tokens = update.cached_tokens
         self._output_tokens += 1
-        reason = update.finish_reason
-        if record.stop_reason is not None and reason != "stop":
-            if reason is None:
-                self.scheduler.cancel(update.request_id)
-            reason = "stop"
+        try:
+            reason = _take(record, update, output)
+        except RequestFailedError as error:
+            return self._fail(record, error, now)
         if reason is not None:
-            reason = self._end(update.request_id, reason, now)
+            if update.finish_reason is None:
+                self.scheduler.cancel(update.request_id)
+            self._end(update.request_id, reason, now)
         return record.output(reason)
 
-    def _note_scores(self, plan: StepPlan, output: StepOutput) -> None:
-        """Prompt log-probabilities: row for position p is about the prompt's token p + 1."""
+    def _note_scores(self, plan: StepPlan, output: StepOutput) -> list[RequestOutput]:
+        """Prompt log-probabilities: row for position p is about the prompt's token p + 1. Returns what failed."""
         assert output.logprobs is not None
+        failed = []
         live = self.scheduler.residency.live  # an id may have a new owner since the step was planned
         for row, (task, action) in enumerate(zip(plan.coda_tasks, plan.coda_action, strict=True)):
             if action == CodaAction.SCORE and task.generation in live:
@@ -291,27 +309,35 @@ class Engine:
                 assert record.params.prompt_logprobs is not None
                 position = task.token_start + 1
                 token = record.spec.prompt_token_ids[position]
-                record.prompt_logprobs[position] = token_logprob(
-                    output.logprobs, row, token, record.params.prompt_logprobs
-                )
+                try:
+                    with LOGPROBS:
+                        record.prompt_logprobs[position] = token_logprob(
+                            output.logprobs, row, token, record.params.prompt_logprobs
+                        )
+                except RequestFailedError as error:
+                    failed.append(self._fail(record, error, perf_counter()))
+        return failed
 
-    def _fail(self, plan: StepPlan, reason: str) -> list[RequestOutput]:
+    def _fail_step(self, plan: StepPlan, reason: str) -> list[RequestOutput]:
+        """End the requests of a step that could not be launched."""
         now = perf_counter()
         if self._checker is not None:
             self._checker.retract(plan)
-        outputs = []
-        for request_id in self.scheduler.fail(plan):
-            record = self._records[request_id]
-            self._end(request_id, "error", now)
-            outputs.append(record.output("error", f"request {request_id!r}: {reason}"))
-        return outputs
+        error = RequestFailedError(reason, "step")
+        return [self._fail(self._records[request_id], error, now) for request_id in self.scheduler.fail(plan)]
 
-    def _end(self, request_id: str, reason: str, now: float) -> str:
-        """Close the books of a request; returns why it ended: its last text may hold a stop string after all."""
+    def _fail(self, record: LiveRequest, error: RequestFailedError, now: float) -> RequestOutput:
+        """End a request, and it alone, with ``finish_reason`` "error": its pages come back. Returns its last output."""
+        request_id = record.spec.request_id
+        self._note_failure(request_id, error)
+        self.scheduler.cancel(request_id)
+        self._end(request_id, "error", now)
+        return record.output("error", f"request {request_id!r}: {error}")
+
+    def _end(self, request_id: str, reason: str, now: float) -> None:
+        """Close the books of a request."""
         record = self._records.pop(request_id)
         record.finish(now)
-        if reason == "length" and record.stop_reason is not None:
-            reason = "stop"
         self._finished[reason] += 1
         if self._trace is not None:
             tokens = len(record.spec.prompt_token_ids), len(record.token_ids)
@@ -320,7 +346,6 @@ class Engine:
             self._latencies.finished(record.metrics)
         if self._checker is not None:
             self._checker.end(request_id)
-        return reason
 
     def _drain(self) -> None:
         """Take the results of all steps in flight; their outputs come with the next `step`."""
@@ -375,11 +400,18 @@ class Engine:
                 f"request {state.snapshot.spec.request_id!r}: was exported by an engine of another model, dtype, page "
                 f"size or KV layout ({state.compatibility}, here {self.compatibility}); import it into an equal one"
             )
-        spec, text = state.snapshot.spec, self._text(state.params)
+        spec = state.snapshot.spec
         if any(len(tensor) != len(state.snapshot.pages) for tensor in state.pages.values()):
             raise RequestError(
                 f"request {spec.request_id!r}: brings tensors that are not of its {len(state.snapshot.pages)} pages"
             )
+        outputs = state.snapshot.tokens[len(spec.prompt_token_ids) :]
+        with self._failures_counted(spec.request_id), ADMISSION:
+            text = self._text(state.params, spec.prompt_token_ids)
+            record = LiveRequest(spec, state.params, state.prompt, text, perf_counter(), state.index, state.seed)
+            for token, depth in zip(outputs, state.snapshot.exits, strict=True):
+                record.append(token, depth, None, ended_by_id=False)
+        record.logprobs, record.prompt_logprobs = list(state.logprobs), list(state.prompt_logprobs)
         key = self.scheduler.import_request(state.snapshot)
         if state.snapshot.pages:
             try:
@@ -387,11 +419,6 @@ class Engine:
             except CaptureError as error:
                 self.scheduler.cancel(spec.request_id)
                 raise RequestError(f"request {spec.request_id!r}: {error}") from error
-        record = LiveRequest(spec, state.params, state.prompt, text, perf_counter(), state.index, state.seed)
-        outputs = state.snapshot.tokens[len(spec.prompt_token_ids) :]
-        for token, depth in zip(outputs, state.snapshot.exits, strict=True):
-            record.append(token, depth, None, ended_by_id=False)
-        record.logprobs, record.prompt_logprobs = list(state.logprobs), list(state.prompt_logprobs)
         self._records[spec.request_id] = record
         if self._checker is not None:
             self._checker.adopt(state.snapshot, key)
@@ -447,6 +474,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             finished=dict(self._finished),
+            failures=dict(self._failures),
             latencies=self._latencies.copy(),
             scheduler=deepcopy(self.scheduler.stats),
             executor=deepcopy(self.executor.stats),
@@ -466,6 +494,22 @@ class Engine:
             raise EngineError("the engine was closed; make a new one")
         if self._broken is not None:
             raise EngineError(f"the engine cannot go on, because {self._broken}; make a new one")
+
+
+def _take(record: LiveRequest, update: RequestUpdate, output: StepOutput) -> str | None:
+    """A request's own part of a step: its token becomes text. Returns why it ended, None if it goes on.
+
+    Raises `RequestFailedError`.
+    """
+    logprob = None
+    if record.params.logprobs is not None and output.logprobs is not None:
+        with LOGPROBS:
+            logprob = token_logprob(output.logprobs, update.coda_row, update.token_id, record.params.logprobs)
+    with TEXT:
+        record.append(update.token_id, update.exit_depth, logprob, update.finish_reason == "stop")
+        if update.finish_reason is not None or record.stop_reason is not None:
+            record.complete()
+    return "stop" if record.stop_reason is not None else update.finish_reason
 
 
 def _text_of(prompt: str | Sequence[int]) -> str | None:

@@ -65,12 +65,15 @@ class LiveRequest:
             latencies.inter_token.observe(now - self._last_token)
         self._last_token = now
 
-    def finish(self, now: float) -> None:
-        """The request has ended."""
-        self.metrics = replace(self.metrics, finished=now)
+    def complete(self) -> None:
+        """No token follows: let go of text that was held back, in which a stop string may turn up."""
         if self.text is not None:
             self.text.finish()
             self.stop_reason = self.text.matched or self.stop_reason
+
+    def finish(self, now: float) -> None:
+        """The request has ended."""
+        self.metrics = replace(self.metrics, finished=now)
 
     def output(self, finish_reason: str | None, error: str | None = None) -> RequestOutput:
         """The request as its caller sees it now."""

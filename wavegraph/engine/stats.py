@@ -15,7 +15,8 @@ class EngineStats:
 
     ``scheduler`` counts steps and rows, ``executor`` replays by program and bucket, misses by reason, and swaps.
     Pages are of the KV pool; ``cached_pages`` are free but hold a known prefix. ``prefix_queries`` and
-    ``prefix_hits`` count prompt tokens. ``finished`` counts requests by reason; ``latencies`` are
+    ``prefix_hits`` count prompt tokens. ``finished`` counts requests by reason; ``failures`` those that
+    ended with "error", or could not be taken in, by cause (`wavegraph.engine.fence.CAUSES`). ``latencies`` are
     histograms of their times.
     """
 
@@ -31,6 +32,7 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     finished: dict[str, int]
+    failures: dict[str, int]
     latencies: LatencyHistograms
     scheduler: SchedulerStats
     executor: ExecutorStats

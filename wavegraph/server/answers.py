@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -11,7 +11,14 @@ from msgspec import UNSET, Struct
 
 from wavegraph.outputs import RequestOutput
 from wavegraph.sampling import SamplingParams
-from wavegraph.server.logprobs import Offsets, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from wavegraph.server.logprobs import (
+    Offsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    echo_offsets,
+    prompt_logprobs,
+)
 from wavegraph.server.requests import ChatCompletionRequest, CompletionRequest
 from wavegraph.server.responses import (
     ChatChoice,
@@ -37,7 +44,7 @@ class Cursor:
     text: int = 0
     tokens: int = 0
     begun: bool = False
-    offsets: Offsets = field(default_factory=Offsets)
+    offsets: Offsets | None = None
 
 
 class Answer(ABC):
@@ -51,6 +58,7 @@ class Answer(ABC):
         self.model = model
         self.prompts = prompts
         self.params = params
+        self.tokenizer = tokenizer
         self.names = TokenNames(tokenizer)
 
     @abstractmethod
@@ -110,9 +118,10 @@ class CompletionAnswer(Answer):
 
     def _choice(self, place: int, output: RequestOutput, cursor: Cursor) -> CompletionChoice:
         first, text, ids = not cursor.begun, (output.text or "")[cursor.text :], output.token_ids[cursor.tokens :]
-        logprobs = self._logprobs(output, cursor, ids)
-        if first and self._echoes is not None:
-            text = self._echoes[place // self.params.n] + text
+        echo = self._echoes[place // self.params.n] if self._echoes is not None else ""
+        logprobs = self._logprobs(output, cursor, ids, echo)
+        if first:
+            text = echo + text
         choice = CompletionChoice(place, text, logprobs, _finish(output), output.stop_reason)
         if self._body.return_token_ids:
             choice.token_ids = list(ids)
@@ -124,13 +133,20 @@ class CompletionAnswer(Answer):
         _move(cursor, output)
         return choice
 
-    def _logprobs(self, output: RequestOutput, cursor: Cursor, ids: Sequence[int]) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, output: RequestOutput, cursor: Cursor, ids: Sequence[int], echo: str
+    ) -> CompletionLogprobs | None:
         if output.logprobs is None:
             return None
+        prompt = output.prompt_token_ids
+        if cursor.offsets is None:
+            cursor.offsets = Offsets(self.tokenizer, self.params.skip_special_tokens, prompt, len(echo))
+        offsets = list(map(cursor.offsets.next, ids))
         entries: list[Any] = list(output.logprobs[cursor.tokens :])
         if not cursor.begun and self._echoes is not None and output.prompt_logprobs is not None:
-            ids, entries = [*output.prompt_token_ids, *ids], [*output.prompt_logprobs, *entries]
-        return completion_logprobs(self.names, cursor.offsets, ids, entries)
+            ids, entries = [*prompt, *ids], [*output.prompt_logprobs, *entries]
+            offsets = echo_offsets(self.tokenizer, prompt, echo) + offsets
+        return completion_logprobs(self.names, offsets, ids, entries)
 
 
 class ChatAnswer(Answer):

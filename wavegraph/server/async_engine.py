@@ -75,7 +75,9 @@ class Generation:
         """What there is to say of it in a log: tokens so far, and why each sequence ended."""
         outputs = self._latest.values()
         reasons = sorted({output.finish_reason or "abort" for output in outputs})
-        return {"output_tokens": sum(len(output.token_ids) for output in outputs), "finish_reason": ",".join(reasons)}
+        facts = {"output_tokens": sum(len(output.token_ids) for output in outputs), "finish_reason": ",".join(reasons)}
+        errors = [output.error for output in outputs if output.error is not None]
+        return facts | ({"error": errors[0]} if errors else {})
 
     def close(self) -> None:
         """Abort sequences that still run. May be called twice."""

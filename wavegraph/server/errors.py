@@ -65,8 +65,14 @@ def error_response(error: ApiError) -> Response:
 
 
 def engine_failed() -> ApiError:
-    """For a request that was under way when the engine, or its step, failed. What failed stands in the log."""
+    """For a request that was under way when the engine failed. What failed stands in the log."""
     return ApiError(500, "the engine failed while it worked on this request; try again", code="engine_failed")
+
+
+def request_failed() -> ApiError:
+    """For a request that failed by itself, or with its step. What failed stands in the log."""
+    message = "work on this request failed; other requests are not affected, and the server's log says why"
+    return ApiError(500, message, code="request_failed")
 
 
 def timed_out() -> ApiError:

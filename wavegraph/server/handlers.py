@@ -1,6 +1,7 @@
 """What each endpoint does."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,13 +13,14 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from wavegraph.engine.engine import Engine
+from wavegraph.engine.fence import ADMISSION, ANSWER
 from wavegraph.engine.inputs import checked_ids
-from wavegraph.errors import EngineError, RequestError
+from wavegraph.errors import EngineError, RequestError, RequestFailedError
 from wavegraph.llm import with_turn_end
 from wavegraph.sampling import SamplingParams
 from wavegraph.server.answers import Answer, ChatAnswer, CompletionAnswer
 from wavegraph.server.async_engine import AsyncEngine
-from wavegraph.server.errors import RETRY_AFTER, ApiError, engine_failed, timed_out, unavailable
+from wavegraph.server.errors import RETRY_AFTER, ApiError, engine_failed, request_failed, timed_out, unavailable
 from wavegraph.server.guard import Exchange
 from wavegraph.server.requests import (
     ChatCompletionRequest,
@@ -34,6 +36,8 @@ from wavegraph.server.settings import Settings
 from wavegraph.server.stream import EventStream, events
 from wavegraph.text.chat import Message
 from wavegraph.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -115,8 +119,9 @@ class Handlers:
         except EngineError as error:
             raise engine_failed() from error
         if any(output.error is not None for output in outputs):
-            raise engine_failed()
-        return _json(answer.whole(outputs))
+            raise request_failed()
+        with _refusals(), ANSWER:
+            return _json(answer.whole(outputs))
 
     # -- the rest ------------------------------------------------------------------------------------------
 
@@ -207,8 +212,9 @@ class Handlers:
 
     async def _off_loop(self, request: Request, function: Callable[[], Result]) -> Result:
         """Run something whose time grows with the request's length, in a thread if that is long."""
-        with _refusals():
-            if len(await request.body()) < LONG_BODY:
+        long = len(await request.body()) >= LONG_BODY
+        with _refusals(), ADMISSION:
+            if not long:
                 return function()
             return await asyncio.to_thread(function)
 
@@ -272,11 +278,14 @@ def _sampling(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What the core refuses, the client hears as status 400; an engine that is gone, as 503."""
+    """What the core refuses, the client hears as status 400; what failed, as 500; an engine that is gone, as 503."""
     try:
         yield
     except RequestError as error:
         raise from_request_error(error) from error
+    except RequestFailedError as error:
+        logger.error("a request: %s", error, exc_info=error)
+        raise request_failed() from error
     except EngineError as error:
         raise unavailable(error) from error
 

@@ -1,7 +1,7 @@
 """Log-probabilities in the forms that OpenAI's two endpoints, and vLLM, give them."""
 
-import codecs
 from collections.abc import Sequence
+from contextlib import suppress
 
 from wavegraph.outputs import TokenLogprob
 from wavegraph.server.responses import (
@@ -15,8 +15,9 @@ from wavegraph.text.tokenizer import Tokenizer
 
 
 class TokenNames:
-    """Names for single tokens: their text; ``bytes:\\xe2\\x82`` where that is not whole characters, as OpenAI does, so
-    that two tokens never have one name; ``token_id:7`` where there is no tokenizer.
+    """Names for single tokens: their text; ``bytes:\\xe2\\x82`` where that is not whole characters, as OpenAI does, and
+    for a token of byte fallback, so that tokens do not share a name; ``token_id:7`` where there is no tokenizer, or
+    the token says nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -28,39 +29,52 @@ class TokenNames:
 
     def name(self, token_id: int) -> str:
         """The token's name."""
-        if self._tokenizer is None:
+        said = self.bytes(token_id)
+        if self._tokenizer is None or not said:
             return f"token_id:{token_id}"
-        said = self._tokenizer.token_bytes(token_id)
-        try:
-            return said.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
+        if not self._tokenizer.is_byte(token_id):
+            with suppress(UnicodeDecodeError):
+                return said.decode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
 
 
 class Offsets:
-    """Where each token begins in the text that its choice has so far, in characters."""
+    """Where each token of an output begins in its choice's text, in characters. ``start``: how long the echo is."""
 
-    def __init__(self, start: int = 0) -> None:
-        self._at = start
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(
+        self, tokenizer: Tokenizer | None, skip_special_tokens: bool, prompt: Sequence[int], start: int
+    ) -> None:
+        self._stream = tokenizer.stream(skip_special_tokens, prompt) if tokenizer is not None else None
+        self._start = start
 
-    def next(self, said: bytes) -> int:
-        """Offset of the next token; a character counts once its last byte is there."""
-        at = self._at
-        self._at += len(self._decoder.decode(said))
-        return at
+    def next(self, token_id: int) -> int:
+        """Offset of the next token."""
+        return self._start + self._stream.place(token_id) if self._stream is not None else 0
+
+
+def echo_offsets(tokenizer: Tokenizer | None, prompt: Sequence[int], echo: str) -> list[int]:
+    """Where each token of a prompt begins in ``echo``, the prompt as it was given: special tokens may stand in it."""
+    if tokenizer is None:
+        return [0] * len(prompt)
+    stream, specials, offsets = tokenizer.stream(), 0, []
+    for token_id in prompt:
+        at = min(stream.place(token_id) + specials, len(echo))
+        offsets.append(at)
+        if tokenizer.is_special(token_id):
+            name = tokenizer.token_bytes(token_id).decode()
+            specials += len(name) if echo.startswith(name, at) else 0
+    return offsets
 
 
 def completion_logprobs(
-    names: TokenNames, offsets: Offsets, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+    names: TokenNames, offsets: Sequence[int], ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
 ) -> CompletionLogprobs:
     """Of completions; None is the prompt's first token, which nothing comes before."""
-    result = CompletionLogprobs([], [], [], [])
+    result = CompletionLogprobs([], [], [], list(offsets))
     for token_id, entry in zip(ids, logprobs, strict=True):
         result.tokens.append(names.name(token_id))
         result.token_logprobs.append(entry.logprob if entry is not None else None)
         result.top_logprobs.append({names.name(each): value for each, value in _candidates(entry)} if entry else None)
-        result.text_offset.append(offsets.next(names.bytes(token_id)))
     return result
 
 

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from wavegraph.engine.fence import CAUSES
 from wavegraph.engine.histograms import Histogram
 from wavegraph.engine.stats import EngineStats
 from wavegraph.scheduler.plan import PaddingReason
@@ -68,6 +69,8 @@ class EngineCollector(Collector):
             (((reason,), stats.finished.get(reason, 0)) for reason in FINISH_REASONS),
             "finished_reason",
         )
+        text = "Requests that ended with an error, or could not be taken in, by cause."
+        yield self._counter("request_failures", text, (((c,), stats.failures.get(c, 0)) for c in CAUSES), "cause")
         yield self._counter("num_preemptions", "Times that a request had to leave the pool.", stats.preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens of the requests that came in.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.output_tokens)

@@ -1,6 +1,7 @@
 """Server-sent events: an answer chunk by chunk."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -8,11 +9,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from wavegraph.errors import EngineError
+from wavegraph.engine.fence import ANSWER
+from wavegraph.errors import EngineError, RequestFailedError
 from wavegraph.outputs import RequestOutput
 from wavegraph.server.answers import Answer, Cursor
 from wavegraph.server.async_engine import Generation
-from wavegraph.server.errors import ApiError, engine_failed, error_body, timed_out
+from wavegraph.server.errors import ApiError, engine_failed, error_body, request_failed, timed_out
+
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -53,20 +57,25 @@ async def events(
                 yield KEEP_ALIVE
                 continue
             latest.update(news)
-            for _, output in news:
-                if output.error is not None:
-                    raise EngineError(output.error)
-            chunks = (answer.chunk(place, output, cursors.setdefault(place, Cursor())) for place, output in news)
-            data = b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks if chunk is not None)
+            if any(output.error is not None for _, output in news):
+                raise request_failed()
+            with ANSWER:
+                chunks = [answer.chunk(place, output, cursors.setdefault(place, Cursor())) for place, output in news]
+                data = b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks if chunk is not None)
             if data:
                 yield data
+        with ANSWER:
+            usage = answer.last_chunk([latest[place] for place in sorted(latest)]) if include_usage else None
+            last = _event(msgspec.json.encode(usage)) if usage is not None else b""
     except EngineError:
         yield _event(error_body(engine_failed())) + DONE
+    except RequestFailedError as error:
+        logger.error("a stream: %s", error, exc_info=error)
+        yield _event(error_body(request_failed())) + DONE
     except ApiError as error:
         yield _event(error_body(error)) + DONE
     else:
-        usage = answer.last_chunk([latest[place] for place in sorted(latest)]) if include_usage else None
-        yield (_event(msgspec.json.encode(usage)) if usage is not None else b"") + DONE
+        yield last + DONE
 
 
 async def _news(generation: Generation, keep_alive: float, deadline: float) -> list[tuple[int, RequestOutput]] | None:

@@ -1,15 +1,17 @@
 """Text to token ids and back, by the checkpoint's own ``tokenizer.json``."""
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import ByteLevel, DecodeStream
+from tokenizers.models import BPE
 
 from wavegraph.errors import CheckpointError, RequestError
 from wavegraph.text.chat import ChatTemplate, Message
+from wavegraph.text.decoders import BYTE_OF, flat
+from wavegraph.text.detokenizer import Detokenizer, TextStream
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -19,10 +21,16 @@ TURN_END = "<|im_end|>"
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, with its chat template. `load` gives None for a checkpoint that has none."""
+    """A checkpoint's tokenizer, with its chat template. `load` gives None for a checkpoint that has none.
+
+    ``fast`` neither truncates nor pads from here on, whatever its file says: that is left from training.
+    """
 
     def __init__(self, fast: FastTokenizer, chat: ChatTemplate | None = None) -> None:
+        fast.no_truncation()
+        fast.no_padding()
         self._fast = fast
+        self._detokenizer = Detokenizer(fast)
         self.chat = chat if chat is not None else ChatTemplate()
 
     @classmethod
@@ -47,14 +55,18 @@ class Tokenizer:
     def encode(self, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with whatever special tokens the tokenizer itself puts around a text.
 
-        Raises `RequestError` that names ``field`` for text that is not valid Unicode (a lone surrogate).
+        Raises `RequestError` that names ``field`` for text that is not valid Unicode (a lone surrogate), or that the
+        vocabulary has no tokens for.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"{field}: not valid Unicode at character {error.start}: {error.reason}") from error
         # A batch of one: `encode` itself would keep all other Python threads from running.
-        (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        try:
+            (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        except Exception as error:  # a bare one, such as of a vocabulary that has no token for the unknown
+            raise RequestError(f"{field}: the model's tokenizer does not take it: {error}") from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -68,19 +80,19 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that form no character become U+FFFD."""
-        texts: list[str] = self._fast.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
-        return texts[0]
+        return self._detokenizer.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token says, which need not be whole characters. Empty for an id without a token."""
-        token = self._fast.id_to_token(token_id)
-        if token is None:
-            return b""
-        if token_id in self._added:
-            return str(token).encode()
-        if isinstance(self._fast.decoder, ByteLevel) and all(char in _BYTE_OF for char in token):
-            return bytes(_BYTE_OF[char] for char in token)
-        return self.decode([token_id]).encode()
+        """What one token says in the midst of a text, which need not be whole characters; nothing without a token."""
+        return self._detokenizer.said(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of a text unless it is asked for."""
+        return self._detokenizer.is_special(token_id)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one of byte fallback, which stands beside the vocabulary's own for the same text."""
+        return self._detokenizer.is_byte(token_id)
 
     @cached_property
     def chat_stop_ids(self) -> tuple[int, ...]:
@@ -92,51 +104,24 @@ class Tokenizer:
     def _longest_token(self) -> int:
         """Characters of the longest token, as the vocabulary writes it: at least as many as it covers. 0: no limit."""
         stripping = any(token.lstrip or token.rstrip for token in self._fast.get_added_tokens_decoder().values())
-        if stripping or self._fast.normalizer is not None:  # a token may stand for any number of characters
-            return 0
+        if stripping or self._fast.normalizer is not None or not self._covers_all_bytes:
+            return 0  # a token may stand for any number of characters, or none for some
         return max(map(len, self._fast.get_vocab()))
 
-    @cached_property
-    def _added(self) -> frozenset[int]:
-        """Ids of tokens that stand for their text as it is."""
-        return frozenset(self._fast.get_added_tokens_decoder())
+    @property
+    def _covers_all_bytes(self) -> bool:
+        """Whether each byte of a text is surely part of a token: others may be unknown together, or dropped."""
+        splits = self._fast.pre_tokenizer
+        if splits is None or not isinstance(self._fast.model, BPE):
+            return False
+        kinds = list(flat(json.loads(splits.__getstate__()), "pretokenizers"))
+        keeping = all(
+            each["type"] in ("ByteLevel", "Digits") or (each["type"] == "Split" and each["behavior"] != "Removed")
+            for each in kinds
+        )
+        byte_level = any(each["type"] == "ByteLevel" for each in kinds)
+        return keeping and byte_level and BYTE_OF.keys() <= self._fast.get_vocab().keys()
 
-    def stream(self, skip_special_tokens: bool = True) -> "TextStream":
-        """A decoder for one output, token by token."""
-        return TextStream(self._fast, skip_special_tokens)
-
-
-class TextStream:
-    """Text of one output as its tokens arrive, never splitting a character that spans tokens.
-
-    ``text`` is what is certain so far. `finish` replaces it by the text of all ids at once, which differs only
-    by bytes that were held back for a character that never came.
-    """
-
-    def __init__(self, fast: FastTokenizer, skip_special_tokens: bool) -> None:
-        self._fast = fast
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._ids: list[int] = []
-        self.text = ""
-
-    def append(self, token_id: int) -> None:
-        """Take the next token."""
-        self._ids.append(token_id)
-        self.text += self._stream.step(self._fast, token_id) or ""
-
-    def finish(self) -> None:
-        """The output is complete: let go of what was held back."""
-        self.text = self._fast.decode(self._ids, skip_special_tokens=self._skip)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable Latin-1 for itself, the rest from
-    U+0100 on, as in GPT-2.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = count(0x100)
-    return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
-
-
-_BYTE_OF = _byte_alphabet()
+    def stream(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> TextStream:
+        """A decoder for one output, token by token, that follows ``prompt``."""
+        return TextStream(self._detokenizer, skip_special_tokens, prompt)
